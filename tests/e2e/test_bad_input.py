@@ -71,7 +71,7 @@ ROW = json.dumps({"prompt": "1+1=", "completion": "2"})
         ("", ["rows.jsonl"]),
         (f'{ROW}\n{{"prompt": "1+2="\n', ["rows.jsonl", "2"]),
         (f'{ROW}\n{{"prompt": "1+2="}}\n', ["rows.jsonl", "2", "completion"]),
-        (f'{ROW}\n{{"prompt": "1+2=", "completion": "3 \\ud83d"}}\n', ["rows.jsonl:2", "half a character"]),
+        (f'{ROW}\n{{"prompt": "1+2=", "completion": "3 \\ud83d"}}\n', ["rows.jsonl:2", "cannot read a text"]),
         (f'{ROW}\n{{"prompt": "1+2=", "completion": "{"1" * 200}"}}\n', ["rows.jsonl", "2", "205", "skip"]),
     ],
 )

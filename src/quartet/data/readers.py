@@ -25,7 +25,6 @@ Values = Iterator[tuple[int, dict[str, Any]]]
 INSTALL = "pip install 'quartet-rl[data]'"
 ROWS_KEY = "data"
 """Where a file that is one object has its rows."""
-_COMPRESSIONS = (".gz", ".zst")
 _LONGEST_CELL = 1 << 24
 
 
@@ -110,9 +109,9 @@ def _located(name: str) -> Path:
 
 
 def _format_of(path: Path) -> str:
-    """Returns the ending that says what a file holds, in lower case and without that of its compression."""
+    """Returns the ending that says what a file holds, in lower case and without ``.gz``."""
     ending = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if ending in _COMPRESSIONS else ending
+    return Path(path.stem).suffix.lower() if ending == ".gz" else ending
 
 
 @contextlib.contextmanager
@@ -124,27 +123,15 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     """
     try:
         with path.open("rb") as file:
-            match path.suffix.lower():
-                case ".gz":
-                    yield io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 20)
-                case ".zst":
-                    stream: Any = _pyarrow("files compressed with zstd", path).CompressedInputStream(file, "zstd")
-                    yield io.BufferedReader(stream, 1 << 20)
-                case _:
-                    yield file
+            if path.suffix.lower() == ".gz":
+                yield io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 20)
+            else:
+                yield file
     except (EOFError, zlib.error, OSError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(
             "the data file cannot be read", found=f"{path}: {reason}", remedy="write the file again, or name another"
         ) from error
-
-
-def _pyarrow(what: str, path: Path) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{what} need pyarrow", found=str(path), remedy=INSTALL) from None
-    return pyarrow
 
 
 def _decoded(data: bytes, path: Path, line: int) -> str:
@@ -216,68 +203,45 @@ def _json(path: Path) -> Values:
 
 
 def _json_lines(path: Path) -> Values:
-    """Reads one object per line; some write an array under this ending too.
-
-    Lines end with a line feed alone: JSON strings may hold characters such as U+2028.
-    """
-    is_first = True
+    """Reads one object per line. Lines end with a line feed alone: JSON strings may hold characters such as U+2028."""
     with _opened(path) as file:
         for line, data in enumerate(file, start=1):
-            text = _decoded(data, path, line)
-            if not text.strip():
-                continue
-            if is_first and text.lstrip().startswith("["):
-                yield from _json(path)
-                return
-            is_first = False
-            yield line, _parse_line(path, line, text)
+            if (text := _decoded(data, path, line)).strip():
+                yield line, _parse_line(path, line, text)
 
 
 # Tables --------------------------------------------------------------------------------------------------
 
 
 def _csv(path: Path, delimiter: str = ",") -> Values:
-    """Reads CSV with a header; a row that spans several lines has the number of its first."""
-    header: list[str] | None = None
-    line, limit = 1, csv.field_size_limit(_LONGEST_CELL)
+    """Reads CSV with a header; a row that spans several lines has the number of its last."""
+    limit = csv.field_size_limit(_LONGEST_CELL)
     try:
         with _opened(path) as file:
             lines = (_decoded(data, path, number) + "\n" for number, data in enumerate(file, start=1))
-            reader = csv.reader(lines, delimiter=delimiter, strict=True)
-            for cells in reader:
-                first, line = line, reader.line_num + 1
-                if not cells:
-                    continue
-                if header is not None:
-                    yield first, _cells(path, first, header, cells)
-                    continue
-                header = [cell.strip() for cell in cells]
-                if not all(header) or len(set(header)) != len(header):
-                    raise UserError(
-                        "the header does not name every column once",
-                        found=f"{path}:{first}: {header[:20]}",
-                        remedy="give each column a name of its own in the first line",
-                    )
-    except csv.Error as error:
-        raise UserError(
-            "the file is not valid CSV", found=f"{path}:{line}: {error}", remedy="mend or remove that row"
-        ) from None
+            reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+            try:
+                reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+                for cells in reader:
+                    if None in cells or None in cells.values():
+                        raise UserError(
+                            "a row does not have one cell per column",
+                            found=f"{path}:{reader.line_num}: {_shortened(str(list(cells.values())))}",
+                            remedy="mend that row (text with commas or line breaks needs quotes)",
+                        )
+                    yield reader.line_num, cells
+            except csv.Error as error:
+                found = f"{path}:{reader.reader.line_num}: {error}"
+                raise UserError("the file is not valid CSV", found=found, remedy="mend or remove that row") from None
     finally:
         csv.field_size_limit(limit)
 
 
-def _cells(path: Path, line: int, header: list[str], cells: list[str]) -> dict[str, str]:
-    if len(cells) != len(header):
-        raise UserError(
-            "a row does not have one cell per column",
-            found=f"{path}:{line}: {len(cells)} for {len(header)} columns: {_shortened(str(cells[:20]))}",
-            remedy="mend that row (text with commas or line breaks needs quotes)",
-        )
-    return dict(zip(header, cells, strict=True))
-
-
 def _parquet(path: Path) -> Values:
-    pyarrow = _pyarrow("Parquet files", path)
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError("Parquet files need pyarrow", found=str(path), remedy=INSTALL) from None
     try:
         # Else pyarrow has whole row groups in memory, or the whole file, and each of its threads keeps some of its own.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 16) as file:
@@ -297,11 +261,7 @@ def _hub(name: str, config: str | None, split: str) -> Values:
         raise UserError("hub data sets need the package datasets", found=name, remedy=INSTALL) from None
     options = {} if config is None else {"name": config}
     try:
-        folder = Path(name).expanduser()
-        if any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
-            rows = _saved(datasets.load_from_disk(str(folder)), name, split)
-        else:
-            rows = datasets.load_dataset(name, split=split, **options)
+        rows = datasets.load_dataset(name, split=split, **options)
     except (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         shown = f"{name!r}, split {split!r}" if config is None else f"{name!r}, config {config!r}, split {split!r}"
@@ -311,18 +271,6 @@ def _hub(name: str, config: str | None, split: str) -> Values:
             remedy="check name, config, split and network, or name a file ending in " + ", ".join(sorted(_READERS)),
         ) from error
     yield from ((number, dict(values)) for number, values in enumerate(rows, start=1))
-
-
-def _saved(found: Any, name: str, split: str) -> Any:
-    """Returns the rows of what ``save_to_disk`` has written: of one split, or of a data set without splits."""
-    splits = found if isinstance(found, dict) else {"train": found}
-    if split not in splits:
-        raise UserError(
-            "a data set of save_to_disk has no such split",
-            found=f"{name}: {', '.join(splits)}; asked for {split}",
-            remedy="name one of these as split; limit takes only the first rows of it",
-        )
-    return splits[split]
 
 
 _READERS: dict[str, Callable[[Path], Values]] = {

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token, snapshot_download
 from huggingface_hub.errors import (
-    GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
@@ -147,7 +146,10 @@ def _explained(name: str, folder: Path | None = None, token: str | None = None) 
         if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             why = error.__cause__  # of no help from the hub, before the cache was looked into
         sent = token or get_token()
-        problem, remedy = _upload_problem(name, why, folder) if folder is not None else _problem(name, why)
+        problem, remedy = _problem(name, why)
+        if folder is not None:
+            problem = f"the model could not be uploaded to {name}"
+            remedy = f"{_LOG_IN}, with a token that may write there, and push again; the model is whole in {folder}"
         found = f"{_line(why)}; {'a token is set' if sent else 'no token: nobody is logged in'}"
         # The library's errors hold requests with their headers, so none is kept as the cause.
         raise UserError(problem, found=found.replace(sent, "…") if sent else found, remedy=remedy) from None
@@ -156,41 +158,17 @@ def _explained(name: str, folder: Path | None = None, token: str | None = None) 
 def _problem(name: str, error: Exception) -> tuple[str, str]:
     """Tells what is wrong, and what to do, where a model could not be had."""
     repo, revision = split_name(name)
-    status = _status(error)
-    if isinstance(error, GatedRepoError) or (status == 403 and not isinstance(error, RepositoryNotFoundError)):
-        page = f"{constants.ENDPOINT}/{repo}"
-        return f"{repo} is gated: its owners give it to those who accept its licence", (
-            f"accept the licence at {page} with your account, then {_LOG_IN}; a token needs read access to gated models"
-        )
     if isinstance(error, RevisionNotFoundError):
         return f"{repo} has no revision {revision or 'main'!r}", "name a branch, a tag or a whole commit of it"
-    if status == 401 and not isinstance(error, RepositoryNotFoundError):
-        return "the hub does not accept the token that is set", f"{_LOG_IN}, with a token that has not expired"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"the hub has no model {repo}, or does not show it to you", (
-            f"check the name; for a private or gated model {_LOG_IN}; for a model of your own give its directory"
-        )
-    if constants.HF_HUB_OFFLINE:
-        which = f"{repo} --revision {revision}" if revision else repo
-        return f"the hub's cache has no whole {name}, and HF_HUB_OFFLINE forbids to ask the hub", (
-            f"run `hf download {which}` where there is a network, with this cache ({constants.HF_HUB_CACHE}), or unset "
-            "HF_HUB_OFFLINE"
+    if isinstance(error, RepositoryNotFoundError) or _status(error) in (401, 403):
+        return f"the hub does not give {repo} to you, or has no such model", (
+            f"check the name; for a private model {_LOG_IN}; for a gated one accept its licence at "
+            f"{constants.ENDPOINT}/{repo}, too; for a model of your own give its directory"
         )
     return f"{name} could not be fetched from the hub, and is not in the cache", (
-        f"check the network and HF_ENDPOINT ({constants.ENDPOINT}), or give a local directory"
+        f"check the network, HF_ENDPOINT ({constants.ENDPOINT}) and HF_HUB_OFFLINE ({constants.HF_HUB_OFFLINE}), run "
+        f"`hf download {repo}` where there is a network, or give a local directory"
     )
-
-
-def _upload_problem(name: str, error: Exception, folder: Path) -> tuple[str, str]:
-    status, kept = _status(error), f"the model is whole in {folder}"
-    if status == 401 or isinstance(error, RepositoryNotFoundError):
-        return f"the hub does not let this user write to {name}", f"{_LOG_IN}, with a token that may write; {kept}"
-    if status == 403:
-        return f"this token may not write to {name}", f"use a token with write access to its owner; {kept}"
-    if status in (409, 412):
-        return f"{name} was changed while the model was being uploaded", f"push again; {kept}"
-    when = "without HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "later"
-    return f"the model could not be uploaded to {name}", f"push again {when}; {kept}"
 
 
 def _status(error: Exception) -> int | None:

@@ -66,13 +66,7 @@ class JSONClient:
         UserError: the variable that should hold the key is not set.
     """
 
-    def __init__(
-        self,
-        config: RemoteServer,
-        *,
-        name: str = "",
-        error: type[RemoteError] = RemoteError,
-    ) -> None:
+    def __init__(self, config: RemoteServer, *, name: str = "", error: type[RemoteError] = RemoteError) -> None:
         self._config, self._name, self._error_type = config, name or config.url, error
         self._slots = asyncio.Semaphore(config.concurrency)
         self._is_closed = False

@@ -31,9 +31,7 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
-from quartet.config import UserError
 from quartet.observe.health import repetition
-from quartet.observe.health import repetition, script_counts
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.clock import Condition, shielded
 

@@ -166,16 +166,12 @@ def _read(read: Callable[[], Any], source: str) -> Any:
     except Exception as error:
         if (refused := needs_own_code(error, source)) is not None:
             raise refused from None
-        found = f"{source}: {_first_line(error)}"
-        remedy = "put tokenizer.json and tokenizer_config.json there, or name another `tokenizer:`"
-        slow = sorted(file.name for file in Path(source).glob("*.model"))
-        if slow and not (Path(source) / "tokenizer.json").is_file():
-            found = f"{source} has {', '.join(slow)} and no tokenizer.json: {_first_line(error)}"
-            remedy = (
-                "install sentencepiece (or tiktoken) and protobuf, or save the tokenizer once with "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...) where they are installed"
-            )
-        raise UserError("the tokenizer cannot be loaded", found=found, remedy=remedy) from error
+        raise UserError(
+            "the tokenizer cannot be loaded",
+            found=f"{source}: {_first_line(error)}",
+            remedy="put tokenizer.json and tokenizer_config.json there, or name another `tokenizer:`; a lone "
+            "tokenizer.model needs sentencepiece and protobuf",
+        ) from error
 
 
 def _file(source: str, name: str) -> Path | None:
@@ -320,24 +316,16 @@ def _no_generation_config(found: str) -> UserError:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Refuses a tokenizer that can emit ids which the model has no embedding row for, or one id for two tokens.
+    """Refuses a tokenizer that can emit ids which the model has no embedding row for.
 
     Args:
         vocab_size: rows of the model's input embedding; more than the tokenizer has is fine (padding of the
             matrix).
 
     Raises:
-        UserError: with the largest such token, or two tokens that share an id.
+        UserError: with the largest such token.
     """
-    vocabulary = tokenizer.get_vocab()
-    of_id = {i: token for token, i in vocabulary.items()}
-    if two := next(([token, of_id[i]] for token, i in vocabulary.items() if of_id[i] != token), None):
-        raise UserError(
-            "the tokenizer's vocabulary is damaged",
-            found=f"id {vocabulary[two[0]]} is of two tokens, {two[0]!r} and {two[1]!r}",
-            remedy="get tokenizer.json anew: saved as it is, the tokenizer would lose one of them",
-        )
-    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= vocab_size:
         raise UserError(
             "the tokenizer does not fit the model",

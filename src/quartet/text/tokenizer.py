@@ -368,18 +368,11 @@ class TextCodec:
         try:
             return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
         except Exception as error:  # what the tokenizers library raises
-            lone = next((n for n, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
-            if lone is None:
-                raise UserError(
-                    "the tokenizer cannot read a text",
-                    found=f"{str(error) or type(error).__name__}: {text[:40]!r}",
-                    remedy="give the tokenizer an unknown token (unk_token), or leave such texts out",
-                ) from error
             raise UserError(
-                "text holds half a character (a lone surrogate), which no tokenizer knows",
-                found=f"{text[max(0, lone - 20) : lone + 20]!r}",
-                remedy="write the whole character; text that was cut in the middle of one ends so",
-            ) from None
+                "the tokenizer cannot read a text",
+                found=f"{str(error) or type(error).__name__}: {text[:40]!r}",
+                remedy="give the tokenizer an unknown token (unk_token), or leave such texts out",
+            ) from error
 
     def _plain(self, text: str) -> list[int]:
         return self._tokenize(text, special=False)

@@ -133,6 +133,6 @@ def test_a_message_prompt_without_template_names_its_row(codec: TextCodec) -> No
     ids=["sft", "prompts", "preference", "judged"],
 )
 def test_what_no_tokenizer_knows_is_named_with_its_row(codec: TextCodec, build: Any) -> None:
-    with pytest.raises(UserError, match="half a character") as caught:
+    with pytest.raises(UserError, match="cannot read a text") as caught:
         build(codec)
     assert caught.value.found.startswith("f:2: ") and caught.value.found.count("f:2") == 1

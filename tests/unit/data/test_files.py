@@ -18,18 +18,6 @@ ROWS = [{"prompt": "a", "n": 1}, {"prompt": "ü", "n": None}]
 LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
 
 
-def zstd(data: bytes) -> bytes:
-    pyarrow = pytest.importorskip("pyarrow")
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(data)
-    found: bytes = sink.getvalue().to_pybytes()
-    return found
-
-
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": lambda data: gzip.compress(data, 1), ".zst": zstd}
-
-
 def write(path: Path, data: bytes) -> DataConfig:
     path.write_bytes(data)
     return DataConfig(path=str(path))
@@ -42,7 +30,7 @@ def refused(config: DataConfig) -> UserError:
     return caught.value
 
 
-@pytest.mark.parametrize("ending", list(COMPRESS))
+@pytest.mark.parametrize("ending", ["", ".gz"])
 @pytest.mark.parametrize(
     ("name", "data", "lines"),
     [
@@ -55,19 +43,18 @@ def refused(config: DataConfig) -> UserError:
     ],
 )
 def test_files_as_published(tmp_path: Path, ending: str, name: str, data: bytes, lines: list[int]) -> None:
-    config = write(tmp_path / f"{name}{ending}", COMPRESS[ending](data))
+    config = write(tmp_path / f"{name}{ending}", gzip.compress(data) if ending else data)
     rows = list(iter_rows(config))
     assert [row.line for row in rows] == lines
     expected = ROWS if "csv" not in name else [{"prompt": "a", "n": "1"}, {"prompt": "ü", "n": ""}]
     assert [dict(row.values) for row in rows] == expected
 
 
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize("damage", [lambda b: b[:-6], lambda b: b"no" + b, lambda b: b[:12] + b"\xff" * 9 + b[21:]])
-def test_damaged_compressed_files(tmp_path: Path, ending: str, damage: Callable[[bytes], bytes]) -> None:
-    data = COMPRESS[ending](b"".join(b'{"prompt": "%d"}\n' % n for n in range(99)))
-    error = refused(write(tmp_path / f"r.jsonl{ending}", damage(data)))
-    assert "cannot be read" in error.problem and f"r.jsonl{ending}" in error.found
+def test_damaged_compressed_files(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    data = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % n for n in range(99)))
+    error = refused(write(tmp_path / "r.jsonl.gz", damage(data)))
+    assert "cannot be read" in error.problem and "r.jsonl.gz" in error.found
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
