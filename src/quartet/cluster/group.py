@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quartet.cluster.dispatch import BROADCAST, CallPlan, DispatchMode, Layout, Mark, marks_of
 from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, WorkerError
-from quartet.cluster.futures import LARGE, BatchFuture, num_bytes
+from quartet.cluster.futures import MAY_BE_LARGE, BatchFuture
 from quartet.cluster.resource_pool import ResourcePool
 from quartet.cluster.worker import LOOPBACK, CallHead, ClassWithArgs, ProcessInfo, RankInfo
 from quartet.config.errors import UserError
@@ -274,7 +274,7 @@ class WorkerGroup:
             """
             if isinstance(value, BatchFuture):
                 return value.reference()
-            if readers[id(value)] < 2 or num_bytes(value) < LARGE:
+            if readers[id(value)] < 2 or not isinstance(value, MAY_BE_LARGE):
                 return value
             if id(value) not in stored:
                 stored[id(value)] = self.backend.put(value)
@@ -306,14 +306,10 @@ class WorkerGroup:
             for rank, t in troubles.items()
             if isinstance(t, Failure)
         ]
-        others = list(dict.fromkeys(failure.brief() for failure in failures))
         if lost:
-            deaths = {death.brief(): death for death in (self._death(t, during) for t in lost)}
             # Lost data says less than the process that was lost.
-            first, *more = sorted(deaths.values(), key=lambda death: death.rank is None)
-            raise WorkerDied(first, [*(death.brief() for death in more), *others])
-        first_failed = min(failures, key=lambda failure: failure.is_echo)
-        raise first_failed.error([line for line in others if line != first_failed.brief()])
+            raise WorkerDied(min((self._death(t, during) for t in lost), key=lambda death: death.rank is None))
+        raise min(failures, key=lambda failure: failure.is_echo).error()
 
     def _death(self, lost: Lost, during: str) -> Death:
         group, rank, info = _known_processes.get(lost.key or "", (self.name, None, None))
