@@ -39,12 +39,10 @@ from quartet.train.state import (
     REST,
     Shape,
     check_fit,
-    fill,
     make_optimizer_tensors,
     model_tensors,
     optimizer_tensors,
     shapes_of,
-    tensors_of,
 )
 from quartet.train.token_budget import TokenBudget
 
@@ -289,8 +287,6 @@ class TrainEngine(Generic[Model]):
         elif not rehearsal:
             self.num_skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        if self._exchange is not None:
-            self._exchange.check_step(grad_norm)
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
 
     def _accumulate(self, terms: Sequence[LossTerm]) -> MetricSums:
@@ -378,12 +374,6 @@ class TrainEngine(Generic[Model]):
             **({} if adapters is None else {"base": adapters.base}),
         }
         return {**self._model_tensors(), **optimizer_tensors(self.optimizer, self.trained), REST: rest}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes up what ``state`` gave; raises as ``loading``."""
-        tensors = tensors_of(state)
-        with self.loading(shapes_of(tensors), state[REST]) as live:
-            fill(live, tensors)
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:

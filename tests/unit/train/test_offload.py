@@ -21,6 +21,7 @@ from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective, ValueObjective
 from quartet.train.offload import PARTS, MappedFiles, Offload
 from quartet.train.state import snapshot
+from train_fixtures import load_state
 
 KINDS = ("causal", "scalar", "lora", "tied")
 
@@ -187,7 +188,7 @@ def test_any_order_of_movements_and_work_leaves_the_bits_of_work_alone(seed, bui
         else:
             state = draw.choice(saved)
             for engine in (plain, moved):
-                engine.load_state(copy.deepcopy(state))
+                load_state(engine, copy.deepcopy(state))
             assert offload.offload(away).num_bytes == 0
     moved.offloading().onload()
     assert_same(moved.state(), plain.state())

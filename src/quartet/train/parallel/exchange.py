@@ -6,7 +6,7 @@ An update is, on every rank:
    ranks that disagree must stop before the first.
 2. *passes*: equally many on all ranks; a rank that has fewer micro-batches makes idle passes, which weigh nothing.
 3. *sums*: of metrics, of peers once, and of the gradients.
-4. *norm* and *check*: the gradients' norm over their parts, and that all saw the same gradient.
+4. *norm*: of the gradients over their parts; all copies must have the same.
 
 A rank that fails, wherever it is, ends the run: nothing is taken up again within an update. The others, which wait for
 it in a collective, fail as its process ends, by the time limit at the latest.
@@ -116,22 +116,18 @@ class RankExchange:
         self._is_compared = True
 
     def total_norm(self, own: float) -> float:
-        """Computes the norm of all gradients, of which every rank of a copy has a part with norm ``own``."""
-        mesh = self.root.mesh
-        first = self.data.rank - mesh.place
-        return math.hypot(*self.gather(own)[first : first + mesh.copy.size])
-
-    def check_step(self, grad_norm: float) -> None:
-        """Waits until all ranks have made their step.
+        """Computes the norm of all gradients, of which every rank of a copy has a part with norm ``own``.
 
         Raises:
-            RankFailed: another rank failed in it.
-            RuntimeError: the ranks had different gradients.
+            RankFailed: another rank failed.
+            RuntimeError: the copies have different gradients.
         """
-        norms = self.gather(grad_norm)
+        size, parts = self.root.mesh.copy.size, self.gather(own)
+        norms = [math.hypot(*parts[first : first + size]) for first in range(0, len(parts), size)]
         # Equal but for other processors' rounding.
         if not all(_is_same(norm, norms[0]) for norm in norms):
-            raise RuntimeError(f"the ranks' models have come apart: gradient norms by rank {norms}")
+            raise RuntimeError(f"the ranks' models have come apart: gradient norms by copy {norms}")
+        return norms[self.data.rank // size]
 
     def most_passes(self, num_passes: int) -> int:
         """Passes that every rank must make, where this one has so many micro-batches."""
