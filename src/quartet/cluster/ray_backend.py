@@ -34,6 +34,7 @@ from quartet.config.errors import UserError
 from quartet.processes import Keeper, descendants
 
 NAMESPACE = "quartet"
+_CONNECT_S = 10.0
 _REASON_LINES = 6
 
 
@@ -114,7 +115,6 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
             ``RAY_ADDRESS`` (which a Ray job has), and without it starts Ray on this machine alone. A process that is
             connected already stays so.
         num_cpus, num_gpus: what a started Ray has to grant; by default what the machine has.
-        connect_timeout_s: how long the address may take to answer.
         log_to_driver: print what workers print.
 
     Raises:
@@ -127,7 +127,6 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         *,
         num_cpus: int | None = None,
         num_gpus: int | None = None,
-        connect_timeout_s: float = 10.0,
         log_to_driver: bool = True,
     ) -> None:
         self._grants: dict[ResourcePool, PlacementGroup | None] = {}
@@ -139,7 +138,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
             address = address or os.environ.get("RAY_ADDRESS")
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             if address and address != "local":
-                _join_cluster(address, connect_timeout_s, log_to_driver)
+                _join_cluster(address, log_to_driver)
             else:
                 self._is_private = True
                 others = descendants(os.getpid())
@@ -304,28 +303,23 @@ def _settle(coming: asyncio.Future[Any], value: Any) -> None:
 # The cluster's address, checked before Ray itself is asked, which would try for a minute ---------------------
 
 
-def _join_cluster(address: str, timeout_s: float, log_to_driver: bool) -> None:
+def _join_cluster(address: str, log_to_driver: bool) -> None:
     if address.startswith("ray://"):
         raise UserError(
             "Ray's client protocol cannot carry worker groups",
             found=f"address={address!r}",
             remedy="submit the program as a Ray job, or run it on a node of the cluster with address='auto'",
         )
-    if address not in ("auto", "local"):
-        _check_answers(address, timeout_s)
+    if address not in ("auto", "local"):  # Ray itself would go on trying for a minute, or end the process
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        except (OSError, ValueError) as error:
+            raise _unreachable(address, str(error)) from error
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver)
     except (ConnectionError, RuntimeError) as error:
         raise _unreachable(address, str(error).strip().splitlines()[0]) from error
-
-
-def _check_answers(address: str, timeout_s: float) -> None:
-    """Checks that the address answers: Ray itself would go on trying for a minute, or end the process."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=timeout_s).close()
-    except (OSError, ValueError) as error:
-        raise _unreachable(address, str(error)) from error
 
 
 def _unreachable(address: str, why: str) -> UserError:

@@ -686,23 +686,16 @@ def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transpo
 
 def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[Endpoint]) -> None:
     places = [(end.machine, end.pid) for end in receivers]
-    inside = places.count((sender.machine, sender.pid))
-    if transport == "shared" and inside < len(receivers):
-        found = f"{inside} of {len(receivers)} engines in the trainer's process {sender.pid}"
-    elif transport != "shared" and inside:
-        found = "an engine in the trainer's own process, which would wait for itself"
-    elif len(set(places)) < len(places):
-        found = "several engines in one process, which take turns"
-    elif transport == "shared_memory" and any(machine != sender.machine for machine, _ in places):
-        found = "engines on other machines, in other containers or of other users"
+    if len(places) > 1 and len({*places, (sender.machine, sender.pid)}) <= len(places):
+        found = "several ends in one process, which would wait for each other"
     elif transport == "collective" and len({end.device != "cpu" for end in (sender, *receivers)}) > 1:
         found = "ends on devices of different types"
     else:
         return
     raise UserError(
-        f"the weight transport {transport} does not lead to every engine",
+        "weights cannot be sent to every engine",
         found=found,
-        remedy="use the transport auto, with one engine in each process, or all of them in the trainer's",
+        remedy="place one engine in each process, all on one type of device",
     )
 
 
