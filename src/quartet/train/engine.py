@@ -214,7 +214,7 @@ class TrainEngine(Generic[Model]):
             table = table_of(batch)
             plans.append((batch, shares_of(table, mesh.num_data_ranks), table))
             own.append(forward(batch.select(plans[-1][1][mesh.data_rank].positions)))
-        of_ranks = self._exchange.gather(own if mesh.is_first_peer else [])[mesh.first_peers]
+        of_ranks = self._exchange.data.gather(own if mesh.is_first_peer else [])[mesh.first_peers]
         by_batch = zip(plans, zip(*of_ranks, strict=True), strict=True)
         return [(batch, merge_results(found, shares, table)) for (batch, shares, table), found in by_batch]
 
@@ -227,7 +227,7 @@ class TrainEngine(Generic[Model]):
         if self._exchange is None:
             return function()
         found: Any = function() if self._exchange.data.rank == 0 else None
-        first: T = self._exchange.gather(found)[0]
+        first: T = self._exchange.data.gather(found)[0]
         return first
 
     def of_all_ranks(self, value: T) -> list[T]:
@@ -236,7 +236,7 @@ class TrainEngine(Generic[Model]):
         Raises:
             RankFailed: another rank failed.
         """
-        return [value] if self._exchange is None else self._exchange.gather(value)
+        return [value] if self._exchange is None else self._exchange.data.gather(value)
 
     # Updates ---------------------------------------------------------------------------------------------
 

@@ -225,14 +225,6 @@ def test_a_transport_that_leads_nowhere_is_refused(make: Make, transport: Any, e
     assert found in caught.value.found
 
 
-def test_engines_of_different_dtypes_are_refused(make: Make) -> None:
-    cast = make(1, here=True)
-    other = NativeEngine(own_copy(model("bf16")), owns_weights=True)
-    with pytest.raises(UserError, match="different dtypes") as caught:
-        asyncio.run(open_weight_sync(cast.trainer, [*cast.handles, LocalGroup(EngineHost(other))]))
-    assert "engine 1" in caught.value.found
-
-
 # What goes wrong ------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 
@@ -28,8 +27,6 @@ from quartet.train.parallel.fsdp import ShardedModel, fingerprint
 from quartet.train.parallel.mesh import DataParallelGroup
 from quartet.train.parallel.tensors import is_whole_on_tensor_ranks, local
 from quartet.train.token_budget import TokenBudget
-
-T = TypeVar("T")
 
 Plans = Sequence[Sequence[Sequence[int]]]
 
@@ -89,7 +86,7 @@ class RankExchange:
             num_ranks=mesh.num_data_ranks,
             together=self.data.name(),
         )
-        found = self.gather((own.plain(), frozenset(self.root.present)))
+        found = self.data.gather((own.plain(), frozenset(self.root.present)))
         self.root.sum_gradients(frozenset[str]().union(*(present for _, present in found)))
         return MetricSums.joined(sums for sums, _ in found[mesh.first_peers])
 
@@ -108,7 +105,7 @@ class RankExchange:
         return found
 
     def _begin(self, outset: Mapping[str, str]) -> None:
-        if found := _difference(self.gather(outset)):
+        if found := _difference(self.data.gather(outset)):
             raise RuntimeError(
                 f"ranks that train one model began an update differently: {found}; every rank needs the whole "
                 "mini-batch and the same state"
@@ -122,7 +119,7 @@ class RankExchange:
             RankFailed: another rank failed.
             RuntimeError: the copies have different gradients.
         """
-        size, parts = self.root.mesh.copy.size, self.gather(own)
+        size, parts = self.root.mesh.copy.size, self.data.gather(own)
         norms = [math.hypot(*parts[first : first + size]) for first in range(0, len(parts), size)]
         # Equal but for other processors' rounding.
         if not all(_is_same(norm, norms[0]) for norm in norms):
@@ -131,15 +128,7 @@ class RankExchange:
 
     def most_passes(self, num_passes: int) -> int:
         """Passes that every rank must make, where this one has so many micro-batches."""
-        return max(self.gather(num_passes))
-
-    def gather(self, value: T) -> list[T]:
-        """Gathers every rank's value, in the order of the ranks.
-
-        Raises:
-            RankFailed: another rank failed.
-        """
-        return self.data.gather(value)
+        return max(self.data.gather(num_passes))
 
 
 def contents(batch: RaggedBatch) -> str:
