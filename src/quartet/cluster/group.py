@@ -103,21 +103,13 @@ class WorkerGroup:
         self._pings: dict[int, Any] = {}
         self._marks = marks_of(cls)
         for method, mark in self._marks.items():
-            if method in vars(self) or hasattr(type(self), method):
-                raise ValueError(f"{cls.__name__}.{method} has the name of something that every group has")
             setattr(self, method, partial(self._called, method, mark))
         self._start()
 
-    def __getattr__(self, name: str) -> Any:
-        # Only reached where there is no such attribute; a copy that is being made has none of ours either.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        cls = self._worker.cls
-        if hasattr(cls, name):
-            raise AttributeError(
-                f"{cls.__name__}.{name} is not marked with dispatch; mark it, or use call({name!r}, …)"
-            )
-        raise AttributeError(f"group {self.name!r} of {cls.__name__} has no method {name!r}")
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Has the worker's marked methods."""
 
     @property
     def world_size(self) -> int:
