@@ -15,9 +15,9 @@ GRPO, fp32, gradient clipping and AdamW. The ways to train together:
 
 All processes stay alive; ways and sizes take turns, so that they meet the same machine. Times are the driver's: from
 the call to the last rank's answer; they need as many idle cores as processes. On a busy machine the busiest rank's
-processor time says more. Of the seconds of the rank that waited least, those within exchanges (``exchanged``) and
-within the words by which peers tell each other that they are still there (``words``) hold its waiting for the others,
-too; the rest is computation. Whether time grows with the batch alone: ``--model tiny --longest 64 --prompts 8 64 512``.
+processor time says more. Of the seconds of the rank that waited least, those within exchanges (``exchanged``) hold its
+waiting for the others, too; the rest is computation. Whether time grows with the batch alone:
+``--model tiny --longest 64 --prompts 8 64 512``.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def rank_process(calls: Connection, rank: int, world: int, port: int, way: str, 
         begun = time.process_time()
         clock.seconds.clear()
         grad_norm = engine.train_step(batches[number], objectives[number])["grad_norm"]
-        calls.send((time.process_time() - begun, grad_norm, clock.seconds["exchanged"], clock.seconds["words"]))
+        calls.send((time.process_time() - begun, grad_norm, clock.seconds["exchanged"]))
     if world > 1:
         dist.destroy_process_group()
 
@@ -169,12 +169,12 @@ class Team:
 
     def update(self, number: int) -> tuple[float, ...]:
         """Seconds of an update, the busiest rank's of its processor, the norm of the gradient, and the rank's seconds
-        within exchanges and words that waited least."""
+        within exchanges that waited least."""
         begun = time.perf_counter()
         for calls in self._calls:
             calls.send(number)
         answers = [calls.recv() for calls in self._calls]
-        least = min(answers, key=lambda answer: answer[2] + answer[3])
+        least = min(answers, key=lambda answer: answer[2])
         return time.perf_counter() - begun, max(answer[0] for answer in answers), *least[1:]
 
     def end(self) -> None:
@@ -208,7 +208,6 @@ def measure(cases: Sequence[Case], args: Any) -> list[dict[str, Any]]:
                 "seconds": {way: of_way[0] for way, of_way in medians.items()},
                 "processor_s": {way: of_way[1] for way, of_way in medians.items()},
                 "exchanged_s": {way: of_way[3] for way, of_way in medians.items()},
-                "words_s": {way: of_way[4] for way, of_way in medians.items()},
                 "all_seconds": {way: [round(turn[0], 4) for turn in found[number, way]] for way in teams},
             }
         )
@@ -223,7 +222,7 @@ def table(parts: Sequence[dict[str, Any]]) -> str:
             busy = part["processor_s"][way]
             more = ["", ""] if way == ALONE else [f"{alone / seconds:.2f} ×", f"{alone_busy / busy:.2f} ×"]
             figures = [f"{seconds:.3f}", f"{busy:.3f}", f"{1e6 * busy / part['tokens']:.0f}", *more]
-            figures += [f"{part[kind][way]:.3f}" for kind in ("exchanged_s", "words_s")]
+            figures.append(f"{part['exchanged_s'][way]:.3f}")
             rows.append([part["model"], str(8 * part["prompts"]), str(part["tokens"]), way, *figures])
     head = [
         "model",
@@ -236,7 +235,6 @@ def table(parts: Sequence[dict[str, Any]]) -> str:
         "faster",
         "by processor time",
         "exchanged s",
-        "words s",
     ]
     return markdown(head, rows)
 

@@ -4,8 +4,8 @@
 
 A mesh is shard,context,tensor. Every data rank has one micro-batch of ``--tokens`` tokens (SFT, fp32) of the model of
 27.8 M weights, in processes of one thread over gloo. Counted is what all ranks give to their connections in one update,
-the formula is the sum over ranks, too; words of a byte by which peers tell each other that they are still there are in
-neither. Seconds beside one process and beside FSDP2 alone: ``data_parallel.py --ways shard context tensor``.
+the formula is the sum over ranks, too. Seconds beside one process and beside FSDP2 alone:
+``data_parallel.py --ways shard context tensor``.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
+from quartet.train.parallel.tensors import write_part
+from quartet.train.state import REST, shapes_of, tensors_of
 from tolerances import in_dtype
 
 VOCAB = 31
@@ -172,3 +174,10 @@ def same(tolerances: dict[torch.dtype, tuple[float, float]]) -> Callable[..., No
             )
 
     return check
+
+
+def load_state(engine: TrainEngine[Any], state: dict[str, Any]) -> None:
+    """Takes up what ``engine.state`` gave."""
+    with engine.loading(shapes_of(tensors_of(state)), state[REST]) as live, torch.no_grad():
+        for name, tensor in live.items():
+            write_part(tensor, state[name])

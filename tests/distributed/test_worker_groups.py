@@ -200,10 +200,6 @@ def test_a_mode_made_of_two_functions(four: WorkerGroup) -> None:
 def test_any_method_by_name(four: WorkerGroup) -> None:
     assert four.call("plain", 10) == [10, 11, 12, 13]
     assert four.call("plain", 1, blocking=False).result() == [1, 2, 3, 4]
-    with pytest.raises(AttributeError, match=r"Member\.plain is not marked with dispatch"):
-        four.plain(1)
-    with pytest.raises(AttributeError, match="has no method 'missing'"):
-        four.missing()
 
 
 # Splitting -----------------------------------------------------------------------------------------------
@@ -377,25 +373,6 @@ def test_who_cannot_be_made_anew_is_dead(backend: Any, tmp_path: Path) -> None:
     group.restart()
     assert group.ready() and not group.dead()
     group.stop()
-
-
-# Pools ---------------------------------------------------------------------------------------------------
-
-
-def test_more_processes_than_devices_are_refused_before_anything_starts(backend: Any) -> None:
-    with pytest.raises(UserError) as caught:
-        WorkerGroup(ResourcePool([2], cpus=0.01, gpus=64), Member)
-    assert "cannot grant the pool [2]" in caught.value.problem
-    assert "64 GPU" in caught.value.found
-
-
-def test_a_marked_method_must_not_hide_the_groups_own(backend: Any) -> None:
-    class Clash(Worker):
-        @dispatch()
-        def restart(self) -> None: ...
-
-    with pytest.raises(ValueError, match=r"Clash\.restart has the name of something that every group has"):
-        WorkerGroup(ResourcePool([1], **TINY), Clash)
 
 
 def test_workers_meet(four: WorkerGroup) -> None:

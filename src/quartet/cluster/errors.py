@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,17 +43,10 @@ class Failure:
         text = "".join(traceback.format_exception(error)).rstrip()
         return cls(group, rank, pid, host, where, summary, text, three, isinstance(error, RankFailed))
 
-    def brief(self) -> str:
-        return f"rank {self.rank} of group {self.group!r}: {self.summary}"
-
-    def error(self, also: Sequence[str] = ()) -> UserError | WorkerError:
-        """Makes what the driver raises: a ``UserError`` again as one, everything else as ``WorkerError``.
-
-        Args:
-            also: of the other ranks that failed, a line each, for the ``WorkerError``.
-        """
+    def error(self) -> UserError | WorkerError:
+        """Makes what the driver raises: a ``UserError`` again as one, everything else as ``WorkerError``."""
         if self.user_error is None:
-            return WorkerError(self, also)
+            return WorkerError(self)
         problem, found, remedy = self.user_error
         return UserError(problem, found=f"{found} (rank {self.rank} of group {self.group!r})", remedy=remedy)
 
@@ -118,41 +111,28 @@ def reaching(ranks: int) -> Iterator[None]:
 
 
 class WorkerError(ClusterError):
-    """A method raised in a worker, which lives on; the message ends with the worker's own traceback.
+    """A method raised in a worker, which lives on; the message ends with the worker's own traceback."""
 
-    Args:
-        failure: the exception.
-        also: one line for each other rank that failed in the same call.
-    """
-
-    def __init__(self, failure: Failure, also: Sequence[str] = ()) -> None:
+    def __init__(self, failure: Failure) -> None:
         self.failure = failure
-        self.also = tuple(also)
-        super().__init__(failure, self.also)
+        super().__init__(failure)
 
     def __str__(self) -> str:
         f = self.failure
         head = f"{f.where} raised in rank {f.rank} of group {f.group!r} (pid {f.pid} on {f.host}): {f.summary}"
-        return "\n".join([head, *(f"  also failed: {line}" for line in self.also), f.traceback])
+        return f"{head}\n{f.traceback}"
 
 
 class WorkerDied(ClusterError):
-    """A worker's process is gone; its group works again after ``restart()``.
+    """A worker's process is gone; its group works again after ``restart()``."""
 
-    Args:
-        death: who died.
-        also: one line for each other rank that failed in the same call.
-    """
-
-    def __init__(self, death: Death, also: Sequence[str] = ()) -> None:
+    def __init__(self, death: Death) -> None:
         self.death = death
-        self.also = tuple(also)
-        super().__init__(death, self.also)
+        super().__init__(death)
 
     def __str__(self) -> str:
         d = self.death
         who = f"rank {d.rank} of group {d.group!r} (pid {d.pid} on {d.host})"
         if d.rank is None:
             who = f"a process that group {d.group!r} needs"
-        head = [f"{who} died; noticed by {d.during}; its own output may say more", f"  reason: {d.reason}"]
-        return "\n".join([*head, *(f"  also failed: {line}" for line in self.also)])
+        return f"{who} died; noticed by {d.during}; its own output may say more\n  reason: {d.reason}"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
 from quartet.batch.ragged import ColumnSet, RaggedBatch
@@ -221,28 +220,5 @@ def _batches(value: Any) -> Sequence[RaggedBatch]:
     return value if is_plain and all(isinstance(item, RaggedBatch) for item in value) else ()
 
 
-LARGE = 64 * 2**10
-"""Bytes from which one stored copy is cheaper than several sent ones."""
-_DEPTH = 3
-_LOOKED_AT = 1000
-
-
-def num_bytes(value: Any, depth: int = _DEPTH) -> int:
-    """Counts bytes of tensors, arrays and strings in a value; what lies deeper than a few containers is not
-    looked at.
-    """
-    if isinstance(value, (Tensor, np.ndarray)):
-        return int(value.nbytes)
-    if isinstance(value, (bytes, bytearray, str)):
-        return len(value)
-    if isinstance(value, (RaggedBatch, ColumnSet)):
-        fields = [*value.token.values(), *value.sequence.values()]
-        # Ids that are elsewhere are a view of one element.
-        fields += [value.input_ids] if isinstance(value, RaggedBatch) and value.has_ids else []
-        return sum(f.nbytes for f in fields)
-    if depth and isinstance(value, Mapping):
-        value = list(value.values())
-    if depth and isinstance(value, (list, tuple)):
-        looked = value[:_LOOKED_AT]
-        return sum(num_bytes(item, depth - 1) for item in looked) * len(value) // max(len(looked), 1)
-    return 8
+MAY_BE_LARGE = (RaggedBatch, ColumnSet, Tensor, dict, list, tuple)
+"""Arguments of several ranks that are stored once, in the place of a copy in each call."""

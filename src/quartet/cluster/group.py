@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quartet.cluster.dispatch import BROADCAST, CallPlan, DispatchMode, Layout, Mark, marks_of
 from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, WorkerError
-from quartet.cluster.futures import LARGE, BatchFuture, num_bytes
+from quartet.cluster.futures import MAY_BE_LARGE, BatchFuture
 from quartet.cluster.resource_pool import ResourcePool
 from quartet.cluster.worker import LOOPBACK, CallHead, ClassWithArgs, ProcessInfo, RankInfo
 from quartet.config.errors import UserError
@@ -103,21 +103,13 @@ class WorkerGroup:
         self._pings: dict[int, Any] = {}
         self._marks = marks_of(cls)
         for method, mark in self._marks.items():
-            if method in vars(self) or hasattr(type(self), method):
-                raise ValueError(f"{cls.__name__}.{method} has the name of something that every group has")
             setattr(self, method, partial(self._called, method, mark))
         self._start()
 
-    def __getattr__(self, name: str) -> Any:
-        # Only reached where there is no such attribute; a copy that is being made has none of ours either.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        cls = self._worker.cls
-        if hasattr(cls, name):
-            raise AttributeError(
-                f"{cls.__name__}.{name} is not marked with dispatch; mark it, or use call({name!r}, …)"
-            )
-        raise AttributeError(f"group {self.name!r} of {cls.__name__} has no method {name!r}")
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Has the worker's marked methods."""
 
     @property
     def world_size(self) -> int:
@@ -274,7 +266,7 @@ class WorkerGroup:
             """
             if isinstance(value, BatchFuture):
                 return value.reference()
-            if readers[id(value)] < 2 or num_bytes(value) < LARGE:
+            if readers[id(value)] < 2 or not isinstance(value, MAY_BE_LARGE):
                 return value
             if id(value) not in stored:
                 stored[id(value)] = self.backend.put(value)
@@ -306,14 +298,10 @@ class WorkerGroup:
             for rank, t in troubles.items()
             if isinstance(t, Failure)
         ]
-        others = list(dict.fromkeys(failure.brief() for failure in failures))
         if lost:
-            deaths = {death.brief(): death for death in (self._death(t, during) for t in lost)}
             # Lost data says less than the process that was lost.
-            first, *more = sorted(deaths.values(), key=lambda death: death.rank is None)
-            raise WorkerDied(first, [*(death.brief() for death in more), *others])
-        first_failed = min(failures, key=lambda failure: failure.is_echo)
-        raise first_failed.error([line for line in others if line != first_failed.brief()])
+            raise WorkerDied(min((self._death(t, during) for t in lost), key=lambda death: death.rank is None))
+        raise min(failures, key=lambda failure: failure.is_echo).error()
 
     def _death(self, lost: Lost, during: str) -> Death:
         group, rank, info = _known_processes.get(lost.key or "", (self.name, None, None))

@@ -34,6 +34,7 @@ from quartet.config.errors import UserError
 from quartet.processes import Keeper, descendants
 
 NAMESPACE = "quartet"
+_CONNECT_S = 10.0
 _REASON_LINES = 6
 
 
@@ -111,9 +112,9 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
 
     Args:
         address: ``host:port`` of a running cluster, ``auto`` for the one of this machine; None takes the variable
-            ``RAY_ADDRESS`` (which a Ray job has), and without it starts Ray on this machine alone.
+            ``RAY_ADDRESS`` (which a Ray job has), and without it starts Ray on this machine alone. A process that is
+            connected already stays so.
         num_cpus, num_gpus: what a started Ray has to grant; by default what the machine has.
-        connect_timeout_s: how long the address may take to answer.
         log_to_driver: print what workers print.
 
     Raises:
@@ -126,7 +127,6 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         *,
         num_cpus: int | None = None,
         num_gpus: int | None = None,
-        connect_timeout_s: float = 10.0,
         log_to_driver: bool = True,
     ) -> None:
         self._grants: dict[ResourcePool, PlacementGroup | None] = {}
@@ -134,13 +134,11 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         self._started_ray = not ray.is_initialized()
         self._is_private = False  # a cluster of this machine alone, which ends with us
         self._keeper: Keeper | None = None
-        if not self._started_ray:
-            _check_same(address)
-        else:
+        if self._started_ray:
             address = address or os.environ.get("RAY_ADDRESS")
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             if address and address != "local":
-                _join_cluster(address, connect_timeout_s, log_to_driver)
+                _join_cluster(address, log_to_driver)
             else:
                 self._is_private = True
                 others = descendants(os.getpid())
@@ -305,45 +303,23 @@ def _settle(coming: asyncio.Future[Any], value: Any) -> None:
 # The cluster's address, checked before Ray itself is asked, which would try for a minute ---------------------
 
 
-def _check_same(address: str | None) -> None:
-    """Checks that a second back end shares the one connection to Ray that a process has."""
-    there = ray.get_runtime_context().gcs_address
-    if address not in (None, "auto", "local", there):
-        raise UserError(
-            "this process is connected to another Ray cluster",
-            found=f"address={address!r}, connected to {there!r}",
-            remedy="close that back end first, or leave the address out",
-        )
-
-
-def _join_cluster(address: str, timeout_s: float, log_to_driver: bool) -> None:
+def _join_cluster(address: str, log_to_driver: bool) -> None:
     if address.startswith("ray://"):
         raise UserError(
             "Ray's client protocol cannot carry worker groups",
             found=f"address={address!r}",
             remedy="submit the program as a Ray job, or run it on a node of the cluster with address='auto'",
         )
-    if address not in ("auto", "local"):
-        _check_answers(address, timeout_s)
+    if address not in ("auto", "local"):  # Ray itself would go on trying for a minute, or end the process
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        except (OSError, ValueError) as error:
+            raise _unreachable(address, str(error)) from error
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver)
     except (ConnectionError, RuntimeError) as error:
         raise _unreachable(address, str(error).strip().splitlines()[0]) from error
-
-
-def _check_answers(address: str, timeout_s: float) -> None:
-    """Checks that the address answers: Ray itself would go on trying for a minute, or end the process."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(
-            "this is no address of a Ray cluster",
-            found=f"address={address!r}",
-            remedy="write host:port as `ray start --head` prints it (the port is 6379 by default), or auto",
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=timeout_s).close()
-    except OSError as error:
-        raise _unreachable(address, str(error)) from error
 
 
 def _unreachable(address: str, why: str) -> UserError:

@@ -81,7 +81,8 @@ def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
     Raises:
         UserError: the nodes can never grant the pool: more processes than they have devices for, on one node or in all.
     """
-    if not fits(pool, [node.holds(pool.needs, node.total) for node in nodes]):
+    room = [node.holds(pool.needs, node.total) for node in nodes]
+    if max(pool.processes) > max(room, default=0) or pool.world_size > sum(room):
         has = "; ".join(f"{node.name} has {describe_pool(node.total, pool.needs)}" for node in nodes)
         raise UserError(
             f"the cluster cannot grant the pool {list(pool.processes)} ({pool.strategy})",
@@ -100,18 +101,6 @@ def refused(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserE
         found=f"each process needs {describe_pool(pool.needs)}; " + "; ".join(held),
         remedy="stop what holds the rest, wait longer, or ask for less",
     )
-
-
-def fits(pool: ResourcePool, capacity: Sequence[int]) -> bool:
-    """Tells whether entries fit whole into nodes that hold so many processes each; the largest are placed first."""
-    left = sorted(capacity, reverse=True)
-    for wanted in sorted(pool.processes, reverse=True):
-        if not left or left[0] < wanted:
-            return False
-        rest = left.pop(0) - wanted
-        if pool.strategy == "pack" and rest:
-            left = sorted([*left, rest], reverse=True)
-    return True
 
 
 def describe_pool(amounts: Mapping[str, float], only: Mapping[str, float] | None = None) -> str:

@@ -142,9 +142,6 @@ def _apart() -> None:
 
 
 POLL_S = 0.2
-HEARTBEAT_S = 1.0
-HEARTBEAT_TIMEOUT_S = 30.0
-"""After which rank 0 counts as gone."""
 START_S = 180.0
 LEAVE_S = 10.0
 GRACE_S = max(1.0, float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - 5.0)
@@ -200,19 +197,17 @@ def run_under_torchrun(command: Sequence[str], launcher: LauncherRank) -> int:
 class _NodeAgent:
     """One process of the allocation. What the processes tell each other stands in torchrun's store:
 
-    ``host/<node>`` (machine and address), ``ray`` (the cluster's address and token), ``beat`` (rank 0 lives), ``stop``
-    (the signal that one of them got), ``end`` (exit status and why), ``left`` (how many processes have seen it).
+    ``host/<node>`` (machine and address), ``ray`` (the cluster's address and token), ``stop`` (the signal that one of
+    them got), ``end`` (exit status), ``left`` (how many processes have seen it).
     """
 
     def __init__(self, launcher: LauncherRank) -> None:
         self.launcher = launcher
-        self.store = next(iter(distributed.rendezvous("env://", timeout=timedelta(seconds=HEARTBEAT_TIMEOUT_S))))[0]
+        self.store = next(iter(distributed.rendezvous("env://", timeout=timedelta(seconds=30))))[0]
         self.stopped_by: int | None = None
         self._told_s = 0.0
         self._running: subprocess.Popen[bytes] | None = None
         self.node: RayNode | None = None
-        self._last_sent_s = 0.0
-        self._last_heartbeat: tuple[bytes | None, float] = (None, time.monotonic())
 
     def run(self, command: Sequence[str]) -> int:
         for number in STOP_SIGNALS:
@@ -304,10 +299,8 @@ class _NodeAgent:
             self.node.check()
         if (status := self._read("end")) is not None:
             raise _Ended(int(status))
-        if self.launcher.rank == 0:
-            self._send_heartbeat()
-        else:
-            self._check_heartbeat()
+        if self.launcher.rank == 0 and self.stopped_by is None and (number := self._read("stop")) is not None:
+            self.stopped_by = int(number)
 
     def _pass_on(self, number: int) -> None:
         """Tells the command to save and end, and the others that it was told."""
@@ -318,20 +311,6 @@ class _NodeAgent:
             self._running.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
         elif self.launcher.rank == 0:
             raise _Ended(128 + number)  # there is no command yet
-
-    def _send_heartbeat(self) -> None:
-        if self.stopped_by is None and (number := self._read("stop")) is not None:
-            self.stopped_by = int(number)
-        if time.monotonic() - self._last_sent_s > HEARTBEAT_S:
-            self._last_sent_s = time.monotonic()
-            self.store.set("beat", str(self._last_sent_s))
-
-    def _check_heartbeat(self) -> None:
-        beat = self._read("beat")
-        if beat != self._last_heartbeat[0]:
-            self._last_heartbeat = (beat, time.monotonic())
-        elif beat is not None and time.monotonic() - self._last_heartbeat[1] > HEARTBEAT_TIMEOUT_S:
-            raise _Ended(1)
 
     def _leave(self, status: int) -> None:
         """Tells the others, ends this node's Ray, and lets rank 0, whose machine may hold the store, go last."""

@@ -19,9 +19,7 @@ from torch import distributed
 
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.futures import Noted, Upstream, fetched
-from quartet.config.errors import UserError
 
-_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_port": 0}
 """Numbers of a ``RankInfo``, named in the environment in capitals, with what holds where there is none."""
 T = TypeVar("T")
@@ -53,21 +51,10 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> RankInfo:
-        """Returns the place that the variables of ``torchrun`` name; without any of them a world of one.
-
-        Raises:
-            UserError: some of them are set and others are missing.
-        """
+        """Returns the place that the variables of ``torchrun`` name; without any of them a world of one."""
         env = os.environ if environment is None else environment
         if not any(name in env for name in ("RANK", "WORLD_SIZE")):
             return cls(0, 1, 0, 1, LOOPBACK, free_port(), env.get("CUDA_VISIBLE_DEVICES"))
-        if missing := [name for name in _REQUIRED if name not in env]:
-            raise UserError(
-                "the environment names a worker's place only in part",
-                found=f"{', '.join(missing)} not set",
-                remedy="start the workers with torchrun or with a WorkerGroup, or set "
-                + ", ".join([*_REQUIRED, "LOCAL_RANK"]),
-            )
         numbers = {name: int(env.get(name.upper(), default)) for name, default in _NUMBERS.items()}
         return cls(**numbers, master_addr=env["MASTER_ADDR"], devices=env.get("CUDA_VISIBLE_DEVICES"))
 

@@ -399,9 +399,6 @@ def device_misfits(cluster: LocalCluster | RayCluster | TorchrunCluster, device:
 class WeightSyncConfig(Strict):
     """How new weights come to engines that have their own copy."""
 
-    transport: Literal["auto", "shared_memory", "collective"] = Field(
-        "auto", description="auto: shared_memory on one machine, collective between several."
-    )
     timeout_s: float = Field(120.0, gt=0, description="Longest silence of either end.")
 
 

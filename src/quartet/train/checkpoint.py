@@ -233,19 +233,16 @@ def find_checkpoint(root: Path, step: int | None) -> Checkpoint:
     Raises:
         UserError: there is none, it is damaged, or it cannot be read.
     """
-    if step is None:
-        found, damage = newest_checkpoint(root), "there is none"
-    else:
-        try:
-            found, damage = _load(root, step, lambda names, info: None), ""
-        except (Damage, OSError) as error:
-            found, damage = None, _said(error)
+    damage = "there is none"
+    try:
+        found = newest_checkpoint(root) if step is None else _load(root, step, lambda names, info: None)
+    except (Damage, OSError) as error:
+        found, damage = None, _said(error)
     if found is None:
-        there = ", ".join(map(str, list_checkpoints(root)))
         raise UserError(
             f"there is no checkpoint in {root}" if step is None else f"{checkpoint_path(root, step)} cannot be used",
             found=damage,
-            remedy=f"name one of the steps {there}" if there else "name a run that has saved one",
+            remedy=f"name one of the steps {', '.join(map(str, list_checkpoints(root)))}, or a run that has saved one",
         )
     return found
 

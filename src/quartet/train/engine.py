@@ -39,12 +39,10 @@ from quartet.train.state import (
     REST,
     Shape,
     check_fit,
-    fill,
     make_optimizer_tensors,
     model_tensors,
     optimizer_tensors,
     shapes_of,
-    tensors_of,
 )
 from quartet.train.token_budget import TokenBudget
 
@@ -213,7 +211,7 @@ class TrainEngine(Generic[Model]):
             table = table_of(batch)
             plans.append((batch, shares_of(table, mesh.num_data_ranks), table))
             own.append(forward(batch.select(plans[-1][1][mesh.data_rank].positions)))
-        of_ranks = self._exchange.gather(own if mesh.is_first_peer else [])[mesh.first_peers]
+        of_ranks = self._exchange.data.gather(own if mesh.is_first_peer else [])[mesh.first_peers]
         by_batch = zip(plans, zip(*of_ranks, strict=True), strict=True)
         return [(batch, merge_results(found, shares, table)) for (batch, shares, table), found in by_batch]
 
@@ -226,7 +224,7 @@ class TrainEngine(Generic[Model]):
         if self._exchange is None:
             return function()
         found: Any = function() if self._exchange.data.rank == 0 else None
-        first: T = self._exchange.gather(found)[0]
+        first: T = self._exchange.data.gather(found)[0]
         return first
 
     def of_all_ranks(self, value: T) -> list[T]:
@@ -235,7 +233,7 @@ class TrainEngine(Generic[Model]):
         Raises:
             RankFailed: another rank failed.
         """
-        return [value] if self._exchange is None else self._exchange.gather(value)
+        return [value] if self._exchange is None else self._exchange.data.gather(value)
 
     # Updates ---------------------------------------------------------------------------------------------
 
@@ -286,8 +284,6 @@ class TrainEngine(Generic[Model]):
         elif not rehearsal:
             self.num_skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        if self._exchange is not None:
-            self._exchange.check_step(grad_norm)
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
 
     def _accumulate(self, terms: Sequence[LossTerm]) -> MetricSums:
@@ -366,12 +362,6 @@ class TrainEngine(Generic[Model]):
             **({} if adapters is None else {"base": adapters.base}),
         }
         return {**self._model_tensors(), **optimizer_tensors(self.optimizer, self.trained), REST: rest}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes up what ``state`` gave; raises as ``loading``."""
-        tensors = tensors_of(state)
-        with self.loading(shapes_of(tensors), state[REST]) as live:
-            fill(live, tensors)
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quartet.config import UserError
 from quartet.models.memory import reflected, storage_bytes
-from quartet.train.parallel.tensors import local, with_local, write_part
+from quartet.train.parallel.tensors import local, with_local
 
 REST, MODEL, OPTIMIZER = "rest", "model.", "optimizer.state."
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -127,13 +127,6 @@ def reading(path: Path) -> Iterator[None]:
             found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
             remedy="free memory if that is what is missing, or use the version of torch that the run was started with",
         ) from error
-
-
-def fill(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copies every tensor of ``saved``, whole or sharded as that of ``live``, to where it is in ``live``."""
-    with torch.no_grad():
-        for name, tensor in live.items():
-            write_part(tensor, saved[name])
 
 
 # Copies ----------------------------------------------------------------------------------------------------

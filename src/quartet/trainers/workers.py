@@ -308,7 +308,7 @@ class RunWorkers:
         """Opens the way of the weights from the actor to its engines; again, after workers were replaced."""
         sync = self.recipe.weight_sync
         for trainer, engines in [] if self.shares_actor else self.senders():
-            await open_weight_sync(trainer, engines, sync.transport, timeout_s=sync.timeout_s)
+            await open_weight_sync(trainer, engines, timeout_s=sync.timeout_s)
 
     async def update_engine_weights(self, version: int) -> int:
         """Brings the actor's weights of ``version`` into all engines; returns the bytes that these received

@@ -531,12 +531,7 @@ class WeightSender:
         """Returns what receivers need; None on ranks that only take part in gathers."""
         if self._rank:
             return None
-        if self._transport is None:
-            raise WeightSyncError(
-                "the trainer's weights are not connected with any engine",
-                found=f"version {version} to be sent over no transport",
-                remedy="connect the trainer and its engines before the first sync",
-            )
+        assert self._transport is not None, "connected"
         if self._progress is not None:
             self._progress.fail()  # a sync that no driver went on with
         specs, machine, bucket_bytes = self.source.specs(), machine_id(), 0
@@ -625,7 +620,7 @@ class WeightReceiver:
         """
         if offer.transport == "shared":
             self._before()
-            sync_in_process(_sender_here(offer).source, self._sink, offer.version)
+            sync_in_process(_in_process[offer.place["sender"]].source, self._sink, offer.version)
             return
         half = self._half_of(offer.transport)
         board, names = half.board(offer.place), [spec.name for spec in offer.tensors]
@@ -663,17 +658,6 @@ def _verified(plan: Sequence[Bucket]) -> int:
     return READY + len(plan) + 1
 
 
-def _sender_here(offer: Offer) -> WeightSender:
-    sender = _in_process.get(offer.place["sender"])
-    if sender is None:
-        raise WeightSyncError(
-            "the trainer's weights are not in this process",
-            found=f"{offer.place['sender']!r}, this is process {os.getpid()}",
-            remedy="use the transport shared only within one process, or auto",
-        )
-    return sender
-
-
 def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transport:
     """Chooses the nearest way that leads to all receivers, if there is one."""
     if any((end.machine, end.pid) == (sender.machine, sender.pid) for end in receivers):
@@ -686,35 +670,22 @@ def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transpo
 
 def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[Endpoint]) -> None:
     places = [(end.machine, end.pid) for end in receivers]
-    inside = places.count((sender.machine, sender.pid))
-    if transport == "shared" and inside < len(receivers):
-        found = f"{inside} of {len(receivers)} engines in the trainer's process {sender.pid}"
-    elif transport != "shared" and inside:
-        found = "an engine in the trainer's own process, which would wait for itself"
-    elif len(set(places)) < len(places):
-        found = "several engines in one process, which take turns"
-    elif transport == "shared_memory" and any(machine != sender.machine for machine, _ in places):
-        found = "engines on other machines, in other containers or of other users"
+    if len(places) > 1 and len({*places, (sender.machine, sender.pid)}) <= len(places):
+        found = "several ends in one process, which would wait for each other"
     elif transport == "collective" and len({end.device != "cpu" for end in (sender, *receivers)}) > 1:
         found = "ends on devices of different types"
     else:
         return
     raise UserError(
-        f"the weight transport {transport} does not lead to every engine",
+        "weights cannot be sent to every engine",
         found=found,
-        remedy="use the transport auto, with one engine in each process, or all of them in the trainer's",
+        remedy="place one engine in each process, all on one type of device",
     )
 
 
 def _wanted(receivers: Sequence[Endpoint]) -> dict[str, torch.dtype]:
-    """Returns the dtypes that all receivers take."""
+    """Returns the dtypes that the first receiver takes; others are refused by the sinks that want other ones."""
     wanted = [dict(end.dtypes or {}) for end in receivers]
-    if differing := next((rank for rank, dtypes in enumerate(wanted) if dtypes != wanted[0]), None):
-        raise UserError(
-            "engines that take the same weights want them in different dtypes",
-            found=f"engine {differing} differs from engine 0",
-            remedy="build all rollout engines of a run with the same precision",
-        )
     return {name: DTYPES[dtype] for name, dtype in wanted[0].items()} if wanted else {}
 
 

@@ -19,9 +19,9 @@ def failure(error: Exception) -> Failure:
 
 def test_a_death_says_who_died_and_of_what() -> None:
     death = Death("actor", 2, 77, "10.0.0.2", "actor.update", "the socket closed")
-    text = str(WorkerDied(death, ["rank 0 of group 'actor': RuntimeError: peer left"]))
+    text = str(WorkerDied(death))
     assert "rank 2 of group 'actor' (pid 77 on 10.0.0.2) died; noticed by actor.update" in text
-    assert text.index("reason: the socket closed") < text.index("also failed: rank 0") and "peer left" in text
+    assert text.endswith("reason: the socket closed")
 
 
 def group() -> WorkerGroup:
@@ -36,9 +36,8 @@ def test_of_several_ranks_that_fail_the_cause_is_told_before_its_echoes(cause: i
     raised: list[Exception] = [RankFailed("a rank has failed"), RankFailed("a rank has failed")]
     raised[cause] = ValueError("no such token")
     failures = {rank: replace(failure(error), group="critic", rank=rank) for rank, error in enumerate(raised)}
-    with pytest.raises(WorkerError, match=rf"rank {cause} of group .*no such token") as caught:
+    with pytest.raises(WorkerError, match=rf"rank {cause} of group .*no such token"):
         group().raise_for(failures, "critic.update")
-    assert any("RankFailed" in line for line in caught.value.also)
 
 
 def test_a_sender_that_is_not_known_is_filled_in() -> None:

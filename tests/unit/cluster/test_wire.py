@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-
-from quartet.batch import ColumnSet, RaggedBatch
-from quartet.cluster.futures import num_bytes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 wire = pytest.importorskip("quartet.cluster.ray_backend")
@@ -63,17 +58,3 @@ def test_gradients_and_conjugates() -> None:
     assert not there_and_back(weight.detach())[0].requires_grad
     value = torch.tensor([1 + 2j])
     assert torch.equal(there_and_back(value.conj())[0], value.conj())
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ({"weights": [np.zeros(8)]}, 64),
-        (["word"] * 5000, 20000),
-        (7, 8),
-        (ColumnSet(("a",), {"x": torch.zeros(8)}), 32),
-        (RaggedBatch.from_sequences([[1, 2], [3]]).with_token(x=torch.zeros(3)), 3 * 8 + 3 * 4),
-    ],
-)
-def test_bytes_of_a_value(value: Any, expected: int) -> None:
-    assert num_bytes(value) == expected

@@ -15,6 +15,7 @@ from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import PairwiseObjective, SFTObjective
+from train_fixtures import load_state
 
 LORA = LoRAConfig(rank=3, alpha=7.0)
 
@@ -142,7 +143,7 @@ def test_resumed_training_has_the_same_bits(kind: str, lora_engine: Any, batch: 
     for _ in range(2):
         whole.train_step(data, objective(kind))
     resumed = lora_engine(kind, torch.float32, learned=False)
-    resumed.load_state(state)
+    load_state(resumed, state)
     for _ in range(2):
         resumed.train_step(data, objective(kind))
     assert resumed.num_updates == 4
@@ -159,9 +160,9 @@ def test_another_base_or_other_adapters_are_refused(lora_engine: Any, make_model
     moved = lora_engine(model=other, learned=False)
     before = trained(moved)
     with pytest.raises(UserError, match="trained on another base model") as caught:
-        moved.load_state(state)
+        load_state(moved, state)
     assert engine.packed.adapters.base_digest[:16] in caught.value.found
     assert all(torch.equal(value, before[name]) for name, value in trained(moved).items()), "nothing was changed"
     for lora in (LoRAConfig(rank=2), LoRAConfig(rank=3, target_modules="q_proj")):
         with pytest.raises(UserError, match="does not fit the model"):
-            lora_engine(lora=lora).load_state(state)
+            load_state(lora_engine(lora=lora), state)

@@ -14,6 +14,7 @@ from quartet.config.algorithms import PPO
 from quartet.models.memory import note_derived
 from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective, SFTObjective
+from train_fixtures import load_state
 
 
 def _policy():
@@ -149,10 +150,10 @@ def test_it_is_said_and_resumed(batch, make_engine, monkeypatch):
     (warning,) = engine.warnings
     assert f"critic.train.token_budget is {engine.budget.tokens} from now on" in warning
     resumed = make_engine(token_budget=30)
-    resumed.load_state(engine.state())
+    load_state(resumed, engine.state())
     assert (resumed.num_oom, resumed.budget.tokens) == (1, engine.budget.tokens)
     raised = make_engine(token_budget=99)
-    raised.load_state(make_engine(token_budget=30).state())
+    load_state(raised, make_engine(token_budget=30).state())
     assert raised.budget.tokens == 99, "what memory did not lower is the recipe's"
 
 

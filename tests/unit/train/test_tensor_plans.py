@@ -54,21 +54,18 @@ def test_plans_that_do_not_fit_are_refused(family: str, plan: dict[str, str] | N
 
 
 @pytest.mark.parametrize(
-    ("changed", "sizes", "found", "nearest"),
+    ("changed", "sizes", "found"),
     [
-        ({}, (1, 3), "3; 4 attention heads, 32 outputs of layers.*.self_attn.q_proj", "tensor 2 or 4"),
-        ({"intermediate_size": 50}, (1, 4), "4; 50 outputs of layers.*.mlp.gate_proj", "tensor 1 or 2"),
-        ({"vocab_size": 5}, (1, 4), "4; 5 tokens of the vocabulary, of which a rank would have none", "tensor 1 or 2"),
+        ({}, (1, 3), "3; 4 attention heads, 32 outputs of layers.*.self_attn.q_proj"),
+        ({"intermediate_size": 50}, (1, 4), "4; 50 outputs of layers.*.mlp.gate_proj"),
+        ({"vocab_size": 5}, (1, 4), "4; 5 tokens of the vocabulary, of which a rank would have none"),
     ],
 )
-def test_sizes_that_do_not_divide_name_the_nearest_that_do(
-    changed: dict[str, int], sizes: tuple[int, int], found: str, nearest: str
-) -> None:
+def test_sizes_that_do_not_divide_are_named(changed: dict[str, int], sizes: tuple[int, int], found: str) -> None:
     context, tensor = sizes
     with pytest.raises(UserError) as raised:
         check_cut(packed(**changed), context=context, tensor=tensor)
     assert f"sharding.tensor: {found}" in raised.value.found, raised.value.found
-    assert raised.value.remedy.endswith(f"sharding.{nearest}")
 
 
 def test_more_context_ranks_than_heads_and_heads_that_they_do_not_divide() -> None:
@@ -76,7 +73,7 @@ def test_more_context_ranks_than_heads_and_heads_that_they_do_not_divide() -> No
         with pytest.raises(UserError, match="cannot share its attention out") as raised:
             check_cut(packed(), context=context, tensor=1)
         assert f"4 heads, sharding.tensor 1 × sharding.context {context} = {context}" in raised.value.found
-        assert "choose tensor × context among 1, 2, 4, the nearest is" in raised.value.remedy
+        assert "choose tensor × context among 1, 2, 4" in raised.value.remedy
 
 
 def test_exact_numerics_are_refused() -> None:

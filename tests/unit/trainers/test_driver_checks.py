@@ -25,7 +25,7 @@ NOWHERE = {"type": "ray", "address": "127.0.0.1:1"}
 
 
 def expect_refusal(raised: pytest.ExceptionInfo[UserError], sizes: dict[str, int]) -> None:
-    tensor = "sharding.tensor: 3; 2 attention heads", "the nearest that divide all of them: sharding.tensor 1 or 2"
+    tensor = "sharding.tensor: 3; 2 attention heads", "choose a divisor of all of these"
     context = "2 heads, sharding.tensor 1 × sharding.context 3 = 3", "choose tensor × context among 1, 2"
     found, remedy = tensor if "tensor" in sizes else context
     assert found in raised.value.found and remedy in raised.value.remedy, str(raised.value)

@@ -116,11 +116,11 @@ def test_what_is_packed_comes_out_again(specs: list[TensorSpec], bucket_bytes: i
 
 def test_no_buffer_is_filled_before_its_last_contents_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "NUM_IN_MEMORY", 2)
-    half = MemorySend(torch.device("cpu"))
+    half = MemorySend()
     spec = TensorSpec("w", "U8", (5 * half.bucket_bytes - 64,))
     _, place = half.open(2)
-    assert [len(handles) for handles in place["handles"]] == [2, 2]
-    noting: Any = Noting(lambda step: half._rooms[step % 2][0])
+    assert len(place["paths"]) == 2
+    noting: Any = Noting(lambda step: half._rooms[step % 2].bytes)
     plan = plan_buckets([spec], half.bucket_bytes)
     send_tensors(half, plan, iter([torch.arange(spec.num_bytes).to(torch.uint8)]), noting)
     assert noting.events == [
@@ -130,8 +130,8 @@ def test_no_buffer_is_filled_before_its_last_contents_are_taken(monkeypatch: pyt
 
 
 def test_after_a_failure_the_old_buffers_are_left_alone() -> None:
-    half = MemorySend(torch.device("cpu"))
+    half = MemorySend()
     _, first = half.open(1)
-    assert half.open(1)[1]["handles"] == first["handles"]
+    assert half.open(1)[1]["paths"] == first["paths"]
     half.drop()
-    assert half.open(1)[1]["handles"] != first["handles"]
+    assert half.open(1)[1]["paths"] != first["paths"]

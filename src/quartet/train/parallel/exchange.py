@@ -6,7 +6,7 @@ An update is, on every rank:
    ranks that disagree must stop before the first.
 2. *passes*: equally many on all ranks; a rank that has fewer micro-batches makes idle passes, which weigh nothing.
 3. *sums*: of metrics, of peers once, and of the gradients.
-4. *norm* and *check*: the gradients' norm over their parts, and that all saw the same gradient.
+4. *norm*: of the gradients over their parts; all copies must have the same.
 
 A rank that fails, wherever it is, ends the run: nothing is taken up again within an update. The others, which wait for
 it in a collective, fail as its process ends, by the time limit at the latest.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 
@@ -28,8 +27,6 @@ from quartet.train.parallel.fsdp import ShardedModel, fingerprint
 from quartet.train.parallel.mesh import DataParallelGroup
 from quartet.train.parallel.tensors import is_whole_on_tensor_ranks, local
 from quartet.train.token_budget import TokenBudget
-
-T = TypeVar("T")
 
 Plans = Sequence[Sequence[Sequence[int]]]
 
@@ -89,7 +86,7 @@ class RankExchange:
             num_ranks=mesh.num_data_ranks,
             together=self.data.name(),
         )
-        found = self.gather((own.plain(), frozenset(self.root.present)))
+        found = self.data.gather((own.plain(), frozenset(self.root.present)))
         self.root.sum_gradients(frozenset[str]().union(*(present for _, present in found)))
         return MetricSums.joined(sums for sums, _ in found[mesh.first_peers])
 
@@ -108,7 +105,7 @@ class RankExchange:
         return found
 
     def _begin(self, outset: Mapping[str, str]) -> None:
-        if found := _difference(self.gather(outset)):
+        if found := _difference(self.data.gather(outset)):
             raise RuntimeError(
                 f"ranks that train one model began an update differently: {found}; every rank needs the whole "
                 "mini-batch and the same state"
@@ -116,34 +113,22 @@ class RankExchange:
         self._is_compared = True
 
     def total_norm(self, own: float) -> float:
-        """Computes the norm of all gradients, of which every rank of a copy has a part with norm ``own``."""
-        mesh = self.root.mesh
-        first = self.data.rank - mesh.place
-        return math.hypot(*self.gather(own)[first : first + mesh.copy.size])
-
-    def check_step(self, grad_norm: float) -> None:
-        """Waits until all ranks have made their step.
-
-        Raises:
-            RankFailed: another rank failed in it.
-            RuntimeError: the ranks had different gradients.
-        """
-        norms = self.gather(grad_norm)
-        # Equal but for other processors' rounding.
-        if not all(_is_same(norm, norms[0]) for norm in norms):
-            raise RuntimeError(f"the ranks' models have come apart: gradient norms by rank {norms}")
-
-    def most_passes(self, num_passes: int) -> int:
-        """Passes that every rank must make, where this one has so many micro-batches."""
-        return max(self.gather(num_passes))
-
-    def gather(self, value: T) -> list[T]:
-        """Gathers every rank's value, in the order of the ranks.
+        """Computes the norm of all gradients, of which every rank of a copy has a part with norm ``own``.
 
         Raises:
             RankFailed: another rank failed.
+            RuntimeError: the copies have different gradients.
         """
-        return self.data.gather(value)
+        size, parts = self.root.mesh.copy.size, self.data.gather(own)
+        norms = [math.hypot(*parts[first : first + size]) for first in range(0, len(parts), size)]
+        # Equal but for other processors' rounding.
+        if not all(_is_same(norm, norms[0]) for norm in norms):
+            raise RuntimeError(f"the ranks' models have come apart: gradient norms by copy {norms}")
+        return norms[self.data.rank // size]
+
+    def most_passes(self, num_passes: int) -> int:
+        """Passes that every rank must make, where this one has so many micro-batches."""
+        return max(self.data.gather(num_passes))
 
 
 def contents(batch: RaggedBatch) -> str:

@@ -41,8 +41,7 @@ def check_cut(packed: PackedModel, *, context: int, tensor: int) -> None:
         raise UserError(
             f"{kind} cannot share its attention out over so many ranks",
             found=f"{heads} heads, sharding.tensor {tensor} × sharding.context {context} = {ranks}",
-            remedy=f"choose tensor × context among {', '.join(map(str, fitting))}, "
-            f"the nearest is {min(fitting, key=lambda n: abs(n - ranks))}; sharding.shard has no such limit",
+            remedy=f"choose tensor × context among {', '.join(map(str, fitting))}; sharding.shard has no such limit",
         )
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
@@ -138,20 +137,14 @@ def _check_sizes(packed: PackedModel, styles: Mapping[str, str], context: int, t
         by_rows = style in (ROW, SPLIT_ROW)
         sizes[f"{'inputs' if by_rows else 'outputs'} of {name}"] = layer.in_features if by_rows else layer.out_features
 
-    def unfit(ranks: int) -> list[str]:
-        found = [f"{size} {name}" for name, size in sizes.items() if size % ranks]
-        is_short = -(-vocabulary // ranks) * (ranks - 1) >= vocabulary  # the last rank's part is what is left
-        return (
-            [*found, f"{vocabulary} tokens of the vocabulary, of which a rank would have none"] if is_short else found
-        )
-
-    if found := unfit(tensor):
-        fitting = [n for n in range(1, 2 * heads) if not unfit(n)]
-        nearest = sorted(fitting, key=lambda n: abs(n - tensor))[:2]
+    found = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
+    if -(-vocabulary // tensor) * (tensor - 1) >= vocabulary:  # the last rank's part is what is left
+        found.append(f"{vocabulary} tokens of the vocabulary, of which a rank would have none")
+    if found:
         raise UserError(
             f"{type(packed.model).__name__} cannot be cut over so many tensor ranks",
             found=f"sharding.tensor: {tensor}; {', '.join(found)}",
-            remedy=f"the nearest that divide all of them: sharding.tensor {' or '.join(map(str, sorted(nearest)))}",
+            remedy="choose a divisor of all of these",
         )
 
 

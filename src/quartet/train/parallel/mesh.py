@@ -115,9 +115,7 @@ class Mesh:
             raise UserError(
                 "shard × context × tensor does not divide the processes of its role",
                 found=f"shard: {shard}, context: {context}, tensor: {tensor}, {data.size} processes",
-                remedy="choose a product among "
-                f"{', '.join(str(n) for n in range(1, data.size + 1) if data.size % n == 0)}, "
-                "or another number of processes",
+                remedy="choose a product that divides them, or another number of processes",
             )
         device_type = "cuda" if "nccl" in dist.get_backend(data.process_group) else "cpu"
         ranks = torch.tensor(data.ranks, dtype=torch.int).view(-1, shard, context, tensor)
