@@ -99,9 +99,9 @@ PYTEST = """
 import pytest
 from solution import add as plus
 
-@pytest.mark.parametrize("a, b", [(1, 2), (3, 4)])
-def test_many(a, b):
-    assert plus(a, b) == a + b
+def test_many():
+    for a, b in [(1, 2), (3, 4)]:
+        assert plus(a, b) == a + b
 
 def test_near():
     assert plus(0.1, 0.2) == pytest.approx(0.3)
@@ -185,6 +185,7 @@ def test_frameworks_of_tests_are_what_they_are() -> None:
         ("def test_f():\n    return f(1) == 2", "no test"),
         ("def check(candidate):\n    try:\n        candidate(1)\n    except TypeError:\n        pass", "no test"),
         (UNITTEST.replace("    def test_base", "    @unittest.skip('later')\n    def test_base"), "unittest.skip"),
+        ("import pytest\n@pytest.mark.parametrize('a', [1])\ndef test_f(a):\n    assert f(a)", "parametrize"),
         ("def setup_module():\n    pass\ndef test_f():\n    assert f(1)", "setup_module"),
         ("import numpy as np\nassert np.allclose(f(1), 2)", "numpy"),
     ],

@@ -15,9 +15,7 @@ from sandboxes import needs_sandbox, run_tests
 
 pytestmark = needs_sandbox
 
-LIMITS = SandboxLimits(
-    wall_s=2.0, cpu_s=2, memory_bytes=256 << 20, disk_bytes=4 << 20, output_bytes=1 << 16, processes=8
-)
+LIMITS = SandboxLimits(wall_s=2.0, memory_bytes=256 << 20, disk_bytes=4 << 20, output_bytes=1 << 16, processes=8)
 ADD = "def add(a, b):\n    return a + b\n"
 TWO_TESTS = [SolutionCheck("assert add(2, 3) == 5"), SolutionCheck("assert add(10, 1) == 11")]
 

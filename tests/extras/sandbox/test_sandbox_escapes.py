@@ -27,7 +27,7 @@ from sandboxes import needs_sandbox, run_tests
 
 pytestmark = needs_sandbox
 
-LIMITS = SandboxLimits(wall_s=20.0, cpu_s=10, memory_bytes=256 << 20, disk_bytes=4 << 20, processes=8)
+LIMITS = SandboxLimits(wall_s=20.0, memory_bytes=256 << 20, disk_bytes=4 << 20, processes=8)
 MACHINE = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
 
 CLONE = (56, 220)[MACHINE]
@@ -252,8 +252,6 @@ def test_time_is_limited() -> None:
     ignore += "    except (OSError, ValueError): pass\n"
     assert run_program(ignore + "while True: pass", "", short).ended == "time"
     assert time.monotonic() - start < 20
-    run = run_program(ignore + "while True: pass", "", replace(LIMITS, wall_s=60.0, cpu_s=1))
-    assert run.ended == "by itself" and run.status != 0, "the processor's time, too"
 
 
 def test_output_is_limited() -> None:

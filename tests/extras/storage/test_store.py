@@ -141,7 +141,7 @@ def test_a_disk_that_fills_while_something_is_brought(url: str) -> None:
 
 
 def test_bad_urls(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, part in ((url, "there is nothing at"), ("gs://b/x", "needs a package"), ("none://b/x", "nothing knows")):
+    for name, part in ((url, "there is nothing at"), ("gs://b/x", "needs a package"), ("none://b/x", "cannot be used")):
         with pytest.raises(UserError, match=part):
             Store(name).local_copy()
     Store(url).write("run.json", b"{}")

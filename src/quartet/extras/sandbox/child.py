@@ -116,12 +116,12 @@ def _failure(source: str, namespace: dict[str, Any], channel: Channel) -> str:
 
 # The part of pytest that tests of plain functions use; no installed package is here ------------------------------
 
-PYTEST_NAMES = ("pytest.raises", "pytest.approx", "pytest.mark.parametrize", "pytest.main")
+PYTEST_NAMES = ("pytest.raises", "pytest.approx", "pytest.main")
 
 
 def _pytest() -> types.ModuleType:
     module = types.ModuleType("pytest")
-    vars(module).update(raises=_raises, approx=_Approximate, mark=types.SimpleNamespace(parametrize=_parametrize))
+    vars(module).update(raises=_raises, approx=_Approximate)
     return module
 
 
@@ -146,33 +146,22 @@ class _Approximate:
         self.abs = 1e-12 if abs is None else abs
         self.rel = (0.0 if abs is not None else 1e-6) if rel is None else rel
 
-    def __eq__(self, found: object) -> bool:
-        return self._equal(found, self.expected)
+    def __eq__(self, found: Any) -> bool:
+        expected = self.expected
+        if isinstance(expected, dict):
+            return (
+                isinstance(found, dict)
+                and found.keys() == expected.keys()
+                and all(self._near(found[key], value) for key, value in expected.items())
+            )
+        if isinstance(expected, list | tuple):
+            return (
+                type(found) is type(expected) and len(found) == len(expected) and all(map(self._near, found, expected))
+            )
+        return bool(found == expected or abs(found - expected) <= max(self.rel * abs(expected), self.abs))
 
-    def _equal(self, found: Any, expected: Any) -> bool:
-        if isinstance(expected, dict | list | tuple):
-            if type(found) is not type(expected) or len(found) != len(expected):
-                return False
-            if isinstance(expected, dict):
-                return all(key in found and self._equal(found[key], value) for key, value in expected.items())
-            return all(map(self._equal, found, expected))
-        if found == expected or isinstance(expected, str | bool | None):
-            return bool(found == expected)
-        return bool(abs(found - expected) <= max(self.rel * abs(expected), self.abs))
-
-
-def _parametrize(names: Any, values: Any) -> Any:
-    """Stands for ``pytest.mark.parametrize``: one call for each of the values."""
-    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-
-    def decorate(function: Any) -> Any:
-        def each(*own: Any, **others: Any) -> None:
-            for value in values:
-                function(*own, **others, **dict(zip(names, value if len(names) > 1 else [value], strict=True)))
-
-        return each
-
-    return decorate
+    def _near(self, found: Any, expected: Any) -> bool:
+        return _Approximate(expected, self.rel, self.abs) == found
 
 
 def _execute(source: str, name: str) -> dict[str, Any]:

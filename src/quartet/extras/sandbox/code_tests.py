@@ -47,14 +47,7 @@ class CodeSource(RewardSource):
     def __init__(self, config: CodeReward) -> None:
         self.name, self.column = config.name, config.column
         self._all = config.score == "all"
-        self._limits = SandboxLimits(
-            wall_s=config.timeout_s,
-            output_bytes=config.output_kb << 10,
-            cpu_s=config.cpu_s,
-            memory_bytes=config.memory_mb << 20,
-            disk_bytes=config.disk_mb << 20,
-            processes=config.processes,
-        )
+        self._limits = SandboxLimits(wall_s=config.timeout_s, memory_bytes=config.memory_mb << 20)
         try:
             check_sandbox()
         except SandboxError as error:
@@ -262,7 +255,7 @@ def _check_modules(nodes: Sequence[ast.AST]) -> None:
         name = ast.unparse(node) if isinstance(node, ast.Attribute) else getattr(node, "name", None) or ""
         if name.startswith(_NOT_RUN):
             raise ValueError(f"it has {name}, which is not run here")
-        if name.startswith("pytest.") and not name.startswith(PYTEST_NAMES) and name != "pytest.mark":
+        if name.startswith("pytest.") and not name.startswith(PYTEST_NAMES):
             raise ValueError(f"it uses {name}; of pytest the sandbox has {', '.join(PYTEST_NAMES)}")
 
 
@@ -270,8 +263,7 @@ def _check_arguments(function: _Function, arguments: Sequence[ast.arg]) -> None:
     """Raises ``ValueError`` where a test cannot be called by its name alone."""
     if isinstance(function, ast.AsyncFunctionDef):
         raise ValueError(f"{function.name} is async, which pytest needs a plugin for")
-    given = {word for mark in function.decorator_list for word in re.findall(r"\w+", ast.unparse(mark))}
-    missing = [a.arg for a in arguments[: len(arguments) - len(function.args.defaults)] if a.arg not in given]
+    missing = [argument.arg for argument in arguments[: len(arguments) - len(function.args.defaults)]]
     if missing:
         raise ValueError(f"{function.name} takes {', '.join(missing)}, and nothing gives it (there are no fixtures)")
 

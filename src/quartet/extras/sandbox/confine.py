@@ -38,7 +38,7 @@ def main() -> None:
         # The first process is counted, too, where it is of the same user.
         others = 0 if os.geteuid() == 0 else 1
         _drop_privileges(job["user"])
-        _limit(**job["limits"], others=others)
+        _limit(job["limits"], others)
         _refuse_calls()
     except OSError as error:
         os.write(status_fd, str(error).encode())
@@ -83,7 +83,7 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def _limit(*, cpu_s: int, memory_bytes: int, disk_bytes: int, processes: int, others: int) -> None:
+def _limit(limits: dict[str, int], others: int) -> None:
     """Limits this process and what it starts.
 
     Args:
@@ -92,11 +92,10 @@ def _limit(*, cpu_s: int, memory_bytes: int, disk_bytes: int, processes: int, ot
     for which, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_FSIZE, disk_bytes),
+        (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
         (resource.RLIMIT_NOFILE, _NUM_FILES),
-        (resource.RLIMIT_NPROC, processes + others),
-        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_NPROC, limits["processes"] + others),
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
     ):
         resource.setrlimit(which, (most, most))
 

@@ -53,18 +53,14 @@ class SandboxError(Exception):
 @dataclass(frozen=True)
 class SandboxLimits:
     """What one run may use: wall-clock seconds, bytes of output that is read, bytes written to disk in all; of each
-    process its processor seconds and address space; processes and threads at a time.
+    process its address space; processes and threads at a time.
     """
 
     wall_s: float = 5.0
     output_bytes: int = 1 << 18
-    cpu_s: int = 5
     memory_bytes: int = 1 << 29
     disk_bytes: int = 1 << 24
     processes: int = 16
-
-    def of_process(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("cpu_s", "memory_bytes", "disk_bytes", "processes")}
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ class _Sandboxed:
     def __init__(self, role: str, job: dict[str, Any], limits: SandboxLimits, stdout: int, text: str = "") -> None:
         # For root a user id that no other user and no other run has.
         user = _FIRST_USER + secrets.randbelow(_NUM_USERS)
-        told = json.dumps({**job, "role": role, "limits": limits.of_process(), "user": user})
+        told = json.dumps({**job, "role": role, "limits": asdict(limits), "user": user})
         interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         python = [interpreter, "-I", "-S", "-B", "-X", "utf8", "-c", _PROGRAM]
         self._status, status_fd = os.pipe()

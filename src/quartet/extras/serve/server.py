@@ -19,9 +19,9 @@ import threading
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
@@ -81,20 +81,17 @@ class Answers:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Returns the answer, not streamed."""
-        done = sorted((self.choices[c.request_id].index, c) for c in completions)
-        choices = [self._choice(self.choices[c.request_id], c, c.finish_reason, c.text_end) for _, c in done]
+        done = sorted(completions, key=lambda c: self.choices[c.request_id].index)
+        choices = [self._choice(self.choices[c.request_id], c) for c in done]
         return {**self._head(""), "choices": choices, "usage": self.usage(completions)}
 
     def chunk(self, request_id: str, tokens: Generated | Completion) -> dict[str, Any] | None:
         """Returns what is new of a choice, as an event of a stream; None where nothing is."""
         choice = self.choices[request_id]
-        reason, text_end = None, None
-        if isinstance(tokens, Completion):
-            reason, text_end = tokens.finish_reason, tokens.text_end
-        if reason is None and len(tokens.token_ids) == choice.num_seen:
+        if not isinstance(tokens, Completion) and len(tokens.token_ids) == choice.num_seen:
             return None
         choice.num_seen = len(tokens.token_ids)
-        return {**self._head(".chunk"), "choices": [self._choice(choice, tokens, reason, text_end, is_delta=True)]}
+        return {**self._head(".chunk"), "choices": [self._choice(choice, tokens, is_delta=True)]}
 
     def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return {**self._head(".chunk"), "choices": [], "usage": self.usage(completions)}
@@ -108,16 +105,11 @@ class Answers:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         return {"id": self._name, "object": kind, "created": self._created, "model": self._body.model}
 
-    def _choice(
-        self,
-        choice: Choice,
-        tokens: Generated | Completion,
-        reason: FinishReason | None,
-        text_end: int | None,
-        *,
-        is_delta: bool = False,
-    ) -> dict[str, Any]:
+    def _choice(self, choice: Choice, tokens: Generated | Completion, *, is_delta: bool = False) -> dict[str, Any]:
         """Moves ``choice`` on."""
+        reason, text_end = None, None
+        if isinstance(tokens, Completion):
+            reason, text_end = tokens.finish_reason, tokens.text_end
         text, num_tokens = self._grown(choice, tokens.token_ids, reason, text_end), len(tokens.token_ids)
         said: dict[str, Any] = {"index": choice.index, **self._said(choice, text, is_delta=is_delta), "logprobs": None}
         if self._body.wants_logprobs:
@@ -298,19 +290,16 @@ class EngineThread:
         for completion in completions:
             self._tell([completion.request_id], completion)
         if self._streams:
-            self._tell_tokens()
+            for request_id, tokens in self._engine.generated([*self._streams]).items():
+                self._tell([request_id], tokens)
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         self._streams.difference_update(request_ids)
         self._engine.cancel(request_ids)
 
-    def _tell_tokens(self) -> None:
-        for request_id, tokens in self._engine.generated([*self._streams]).items():
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._hand_over, [request_id], tokens)
-
     def _tell(self, request_ids: Sequence[str], event: Any) -> None:
-        self._streams.difference_update(request_ids)
+        if not isinstance(event, Generated):
+            self._streams.difference_update(request_ids)
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._hand_over, request_ids, event)
 
@@ -537,18 +526,6 @@ async def _as_response(http: HTTPRequest, error: Exception) -> Response:
 # The process -------------------------------------------------------------------------------------------------
 
 
-class _Uvicorn(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Captures signals as the original does, which besides raises them once more when it has ended by them."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
 def listen(host: str, port: int) -> socket.socket:
     """Opens a socket that is bound; port 0 takes any that is free.
 
@@ -571,6 +548,8 @@ def run(engine: RolloutEngine, codec: TextCodec, settings: ServerSettings, bound
     Raises:
         EngineFailed: the engine cannot go on.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):  # which uvicorn raises once more when it has ended by them
+        signal.signal(number, lambda *_: None)
     asyncio.run(_serve(engine, codec, settings, bound))
 
 
@@ -584,7 +563,7 @@ async def _serve(engine: RolloutEngine, codec: TextCodec, settings: ServerSettin
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(settings.grace_s) + _END_S,
     )
-    uvicorns = _Uvicorn(config)
+    uvicorns = uvicorn.Server(config)
 
     async def end_in_time() -> None:
         while not uvicorns.should_exit:

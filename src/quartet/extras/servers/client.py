@@ -66,20 +66,12 @@ Ended = tuple[Part, FinishReason | None, int | None]
 
 
 def ending(
-    said: Literal["stop", "length"] | None,
-    token_ids: Sequence[int],
-    request: Request,
-    decode: Decode | None,
-    room: int,
-    *,
-    is_exact: bool,
+    said: Literal["stop", "length"] | None, token_ids: Sequence[int], request: Request, decode: Decode | None
 ) -> tuple[FinishReason | None, int | None]:
     """Tells why all of a request's tokens end where they do, and the ``text_end`` of a stop string.
 
     Args:
         said: by the server; None: they do not.
-        room: the most tokens that it may get.
-        is_exact: an answer that ends by length has as many.
 
     Raises:
         ValueError: they cannot end there.
@@ -87,10 +79,9 @@ def ending(
     if said is None:
         return None, None
     sampling = request.sampling
-    stop = next((n for n, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)
-    if stop is not None:
-        if stop < len(token_ids) - 1:
-            raise ValueError(f"it goes on after the stop token at place {stop} of {len(token_ids)}")
+    if any(token in sampling.stop_token_ids for token in token_ids[:-1]):
+        raise ValueError(f"it goes on after a stop token, to {len(token_ids)} tokens")
+    if token_ids[-1] in sampling.stop_token_ids:
         return FinishReason.STOP, None
     if sampling.stop_strings and decode is not None:
         text = decode(request.prompt_ids, token_ids)
@@ -99,8 +90,6 @@ def ending(
             return FinishReason.STOP_STRING, min(places)
     if said == "stop":
         raise ValueError(f"it stopped after {len(token_ids)} tokens, where nothing stops it")
-    if len(token_ids) > room or (is_exact and len(token_ids) < room):
-        raise ValueError(f"{len(token_ids)} tokens, and it ended by length; {room} were asked for")
     return FinishReason.LENGTH, None
 
 
@@ -129,8 +118,6 @@ def check_columns(part: Part, vocab_size: int) -> None:
 
 _REFUSED = (400, 413, 422)
 """Of HTTP: what was asked is at fault."""
-_ASK_AGAIN_S = 0.5
-"""Between two questions whether a server is back."""
 LARGEST_SEED = (1 << 63) - 1
 """Servers keep seeds in signed 64 bits."""
 
@@ -175,7 +162,7 @@ class HTTPEngine(abc.ABC):
         self._client = JSONClient(server)
         self._context: int | None = None
         self._is_paused = False
-        self._patient_until_s = self._ask_again_s = -math.inf
+        self._patient_until_s = -math.inf
         self._answers: queue.SimpleQueue[_Held] = queue.SimpleQueue()
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
@@ -245,14 +232,9 @@ class HTTPEngine(abc.ABC):
         try:
             self._context = self._probe.result(timeout_s)
         except RemoteError as error:
-            now = time.monotonic()
-            if not error.again or now > self._patient_until_s:
+            if not error.again or time.monotonic() > self._patient_until_s:
                 raise self._failed(error) from error
-            if now >= self._ask_again_s:
-                self._ask_again_s = now + _ASK_AGAIN_S
-                self._probe = self._ask_models()
-            elif timeout_s is None:
-                time.sleep(_ASK_AGAIN_S / 10)
+            self._probe = self._ask_models()
             return False
         self._probe = None
         return True
@@ -279,12 +261,6 @@ class HTTPEngine(abc.ABC):
         self._raise_failure()
         for request in requests:
             check_request(request, context=self._context, vocab_size=self._vocab_size, decodes=self._decode is not None)
-            if request.sampling.draw != "inverse":
-                raise UserError(
-                    "a server draws tokens in its own way",
-                    found=f"draw {request.sampling.draw!r} of request {request.request_id!r}",
-                    remedy="leave it out, or use the native engine",
-                )
         check_ids(requests, self._held)
         self._held |= {request.request_id: _Held(request) for request in requests}
         self._waiting.extend(self._held[request.request_id] for request in requests)
@@ -306,7 +282,7 @@ class HTTPEngine(abc.ABC):
             if self._context is not None:
                 room = min(room, self._context - len(held.request.prompt_ids))
             body = self.body(held.request, held.token_ids, room - len(held.token_ids))
-            held.answer = self._client.start(body, partial(self._read, held, room), self.path)
+            held.answer = self._client.start(body, partial(self._read, held), self.path)
             held.answer.add_done_callback(partial(self._arrived, held))
 
     def _arrived(self, held: _Held, _: Future[Ended]) -> None:
@@ -322,15 +298,14 @@ class HTTPEngine(abc.ABC):
             while self._bell.recv(4096):
                 pass
 
-    def _read(self, held: _Held, room: int, answer: Any) -> Ended:
+    def _read(self, held: _Held, answer: Any) -> Ended:
         """Raises ValueError where this cannot be the answer; the server is asked again then."""
         part = agreed(partial(self.part, request=held.request), answer)
         if part.ended is None and not self._is_paused:
             raise ValueError("the server broke it off")
         check_columns(part, self._vocab_size)
         token_ids = [*held.token_ids, *part.token_ids]
-        is_exact = self._context is not None
-        return part, *ending(part.ended, token_ids, held.request, self._decode, room, is_exact=is_exact)
+        return part, *ending(part.ended, token_ids, held.request, self._decode)
 
     def completed(self, timeout_s: float) -> list[Completion]:
         if self._flying and not (self._ended or self._refused or self._failure):

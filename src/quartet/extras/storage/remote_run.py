@@ -340,19 +340,18 @@ class RemoteRun(LocalRun):
             self._last_progress = time.monotonic()
             while not self._has_ended and time.monotonic() - self._last_progress < timeout_s:
                 self._changed.wait(0.2)
-            found = self._error if self._has_ended else self._lacking()
+            found = self._error
+            if not self._has_ended:
+                found = UserError(
+                    f"{self.url} lacks what the run has written last; all of it is in {self.path}",
+                    found=f"{self._refusal.problem}: {self._refusal.found}" if self._refusal else "it is under way",
+                    remedy=f"quartet upload {shlex.quote(str(self.path))}, once the store is there (or --resume here)",
+                )
             self._has_ended = True
             self._changed.notify_all()
         if found is not None and failure is not None:
             self._tell(str(found))
         return failure or found
-
-    def _lacking(self) -> UserError:
-        return UserError(
-            f"{self.url} lacks what the run has written last; all of it is in {self.path}",
-            found=f"{self._refusal.problem}: {self._refusal.found}" if self._refusal else "uploads were under way",
-            remedy=f"quartet upload {shlex.quote(str(self.path))}, once the store is there (or --resume here)",
-        )
 
     def _work(self) -> None:
         while not self._has_ended:

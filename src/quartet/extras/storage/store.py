@@ -17,9 +17,6 @@ import fsspec
 
 from quartet.config.errors import UserError, write_error
 
-_PACKAGES = {"s3": "'quartet-rl[storage]'", "s3a": "'quartet-rl[storage]'", "gs": "gcsfs", "gcs": "gcsfs"} | {
-    name: "adlfs" for name in ("az", "abfs", "abfss", "adl")
-}
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _FETCHED = ".fetched.json"
 MARKER, CHECKPOINTS = "run.json", "checkpoints"
@@ -62,15 +59,13 @@ class Store:
 
     def list(self, below: str = "") -> dict[str, Entry]:
         """Lists all objects below a name; none where there are none."""
-        with self._asking():
-            try:
-                if self._fs.protocol and "http" in self._fs.protocol:
-                    found = {self._root: self._fs.info(self._root)}
-                else:
-                    self._fs.invalidate_cache()
-                    found = self._fs.find(f"{self._root}/{below}" if below else self._root, detail=True)
-            except FileNotFoundError:
-                return {}
+        found: dict[str, Any] = {}
+        with self._asking(), contextlib.suppress(FileNotFoundError):
+            if self._fs.protocol and "http" in self._fs.protocol:
+                found = {self._root: self._fs.info(self._root)}
+            else:
+                self._fs.invalidate_cache()
+                found = self._fs.find(f"{self._root}/{below}" if below else self._root, detail=True)
         if self._root in found and not below:
             self.is_object = True
             return {PurePosixPath(self._root).name: _entry(found[self._root])}
@@ -81,42 +76,28 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """Reads an object; None where there is no such one."""
-        with self._asking(name):
-            try:
-                data: bytes = self._fs.cat_file(self._path(name))
-            except FileNotFoundError:
-                return None
+        data: bytes | None = None
+        with self._asking(name), contextlib.suppress(FileNotFoundError):
+            data = self._fs.cat_file(self._path(name))
         return data
 
     def write(self, name: str, data: bytes) -> None:
         with self._asking(name):
-            try:
-                self._fs.pipe_file(self._path(name), data)
-            except FileNotFoundError as error:
-                raise _refused(self.url, error) from error
+            self._fs.pipe_file(self._path(name), data)
 
     def upload(self, file: Path, name: str) -> None:
         """Raises FileNotFoundError where there is no such file here."""
+        file.stat()
         with self._asking(name):
-            try:
-                self._fs.put_file(str(file), self._path(name))
-            except FileNotFoundError as error:
-                if not file.exists():
-                    raise
-                raise _refused(self.url, error) from error
+            self._fs.put_file(str(file), self._path(name))
 
     def download(self, name: str, file: Path) -> None:
-        """Raises UserError where the disk here is full; nothing of the file is left then."""
+        """Raises OSError where the disk here is full; nothing of the file is left then."""
         try:
             with self._asking(name):
                 self._fs.get_file(self._path(name), str(file))
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                file.unlink()
-            if isinstance(error, FileNotFoundError):
-                raise _refused(f"{self.url}/{name}", error) from error
-            if isinstance(cause := error.__cause__, OSError) and cause.errno in _DISK:
-                raise write_error(file, cause, what=f"a copy of {self.url}/{name} in ") from cause
+        except BaseException:
+            file.unlink(missing_ok=True)
             raise
 
     def delete(self, *names: str) -> None:
@@ -164,10 +145,12 @@ class Store:
     def _asking(self, name: str = "") -> Iterator[None]:
         try:
             yield
-        except (UserError, FileNotFoundError):
+        except UserError:
             raise
         # Every store's package has exceptions of its own.
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _DISK:
+                raise
             raise _refused(f"{self.url}/{name}".rstrip("/"), error) from error
 
 
@@ -182,12 +165,10 @@ def _is_model(name: str) -> bool:
 
 
 def _refused(url: str, error: Exception) -> UserError:
-    scheme, said = url.partition("://")[0], " ".join(str(error).split()) or type(error).__name__
+    said = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ImportError):
-        package = _PACKAGES.get(scheme, "what the message names")
-        return UserError(f"{scheme}:// needs a package that is missing", found=said, remedy=f"pip install {package}")
-    if isinstance(error, ValueError) and "Protocol not known" in said:
-        return UserError(f"nothing knows the URL {url}", found=said, remedy="use s3://, gs://, az://, file://, …")
+        remedy = "pip install what that names (for s3: 'quartet-rl[storage]')"
+        return UserError(f"{url} needs a package that is missing", found=said, remedy=remedy)
     problem = "is not there" if isinstance(error, FileNotFoundError) else "cannot be used"
     return StoreError(
         f"{url} {problem}",
