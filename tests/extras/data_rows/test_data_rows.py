@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
-from quartet.cli.main import app
+from quartet.cli.main import add_plugins, app
 from quartet.config import UserError
 from quartet.config.load import load_recipe
 from quartet.extras.data_rows.rows import DataRows, ShownRow, sections_of
@@ -199,6 +199,9 @@ def test_no_weights_are_read(viewed: Any, model: Path, tmp_path: Path) -> None:
 
 
 # The command -----------------------------------------------------------------------------------------------
+
+
+add_plugins()
 
 
 def command(*words: str) -> tuple[int, str, Any]:
