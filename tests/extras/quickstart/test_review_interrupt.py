@@ -1,4 +1,4 @@
-"""Ctrl-C between the stages, and a directory of a run that was killed in its first instant."""
+"""Ctrl-C between the stages, and a directory that another run holds."""
 
 from __future__ import annotations
 
@@ -23,16 +23,6 @@ def test_ctrl_c_between_stages_says_how_to_go_on(tmp_path: Path, monkeypatch: py
         Quickstart(0, tmp_path / "q").run()
     assert raised.value.path == tmp_path / "q"
     assert json.loads((tmp_path / "q" / "run.json").read_text())["status"] == "interrupted"
-
-
-def test_a_hidden_draft_is_no_obstacle_and_other_files_are(tmp_path: Path) -> None:
-    (tmp_path / ".run.json.tmp").write_text("{")
-    Quickstart(0, tmp_path, resume=True)._claim()
-    assert json.loads((tmp_path / "run.json").read_text())["job"] == "quickstart"
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="not empty"):
-        Quickstart(0, tmp_path / "other")._claim()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

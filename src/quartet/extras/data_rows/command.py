@@ -52,8 +52,6 @@ def data(
 
 def lines(found: DataRows, title: str, rows: int, start: int) -> Iterator[str]:
     """Yields rows as they are read, then what there is to say of all."""
-    from quartet.extras.data_rows.rows import template_effects
-
     yield title
     yield from (f"  {source.path}" for source, _ in found.parts)
     if stops := found.stops():
@@ -62,9 +60,6 @@ def lines(found: DataRows, title: str, rows: int, start: int) -> Iterator[str]:
         yield from _row_lines(row, found.section.is_scored)
     yield ""
     yield from _figures(found)
-    if found.codec.tokenizer.chat_template is not None:
-        yield "chat template (of conversations; plain text is used as it is)"
-        yield from (f"  {effect}" for effect in template_effects(found.codec.tokenizer))
     yield from (f"error: {error}" for error in found.errors())
     yield from (f"note: {note}" for note in found.notes())
 

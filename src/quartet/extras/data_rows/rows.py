@@ -1,5 +1,4 @@
-"""Rows of a recipe's data as the job trains on them, one by one, each with its masks or with what is wrong with it; and
-what a chat template does to conversations and to the masks of their tokens, seen on a small one.
+"""Rows of a recipe's data as the job trains on them, one by one, each with its masks or with what is wrong with it.
 
 Nothing is rendered or tokenised here: every row goes through the job's own ``Reader`` (``input_sources``), alone. Of
 the model its config and tokenizer are read, and never its weights.
@@ -12,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe
@@ -25,9 +22,7 @@ from quartet.data.fields import Reading
 from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.readers import Row, iter_rows
 from quartet.models.loading import outlined
-from quartet.text.examples import Messages
 from quartet.text.loading import load_generation_config, local_directory, local_or_hub
-from quartet.text.templates import MARKS, render, template_of
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import sampling_params
 from quartet.trainers.input_sources import (
@@ -43,43 +38,6 @@ from quartet.trainers.input_sources import (
     shares,
 )
 from quartet.trainers.run_files import job_of
-
-
-def _talk(thought: str = "") -> Messages:
-    turns = (("user", "question 1"), ("assistant", "answer 1"), ("user", "question 2"), ("assistant", "answer 2"))
-    contents = [thought.format(text) * (role == "assistant") + text for role, text in turns]
-    return [{"role": role, "content": content} for (role, _), content in zip(turns, contents, strict=True)]
-
-
-def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Tells what the tokenizer's template does to conversations and to the masks of their tokens, seen on a
-    small one.
-    """
-    talk, thinking = _talk(), _talk("<think>\nthought of {}\n</think>\n\n")
-    try:
-        prompt = render(tokenizer, talk[:1], generation_prompt=True)
-        bare, first, earlier, whole = (render(tokenizer, talk[:n], generation_prompt=False) for n in (1, 2, 3, 4))
-        thoughts = render(tokenizer, thinking, generation_prompt=False)
-    except UserError as error:
-        return [f"cannot be shown on a small conversation: {' '.join(str(error).split())}"]
-    opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
-    if MARKS.search(template_of(tokenizer)):
-        masks = "on the tokens inside {% generation %}"
-    elif not first.startswith(prompt):
-        masks = "none: an answer is rendered differently from what a prompt ends with, so rows with answers are refused"
-    elif earlier.startswith(first) and whole.startswith(earlier):
-        masks = "on every assistant turn, with its end-of-text token"
-    else:
-        masks = (
-            "on one turn: later turns change earlier ones, so conversations with several assistant turns are refused"
-        )
-    fates = ("left out of every turn", "left out of earlier turns, kept in the last", "kept in every turn")
-    return [
-        f"before an answer: {opening!r}",
-        f"after an answer: {first.rpartition('answer 1')[2]!r}",
-        f"loss: {masks}",
-        f"<think> blocks: {fates[thoughts.count('thought of')]}",
-    ]
 
 
 @dataclass(frozen=True)
@@ -175,7 +133,6 @@ class DataRows:
         self.told, self.stopping = Parsed[Any](), Parsed[Any]()
         self.lengths, self.sizes = array("Q"), [0] * len(self.parts)
         self.num_rows = 0
-        self._kind: type[Any] | None = None
 
     def rows(self, start: int, num: int) -> Iterator[ShownRow]:
         """Goes through all rows; yields ``num`` of them from number ``start`` on, and the one that cannot be read."""
@@ -203,10 +160,6 @@ class DataRows:
         shown = ShownRow(self.num_rows, row.place)
         try:
             data = reader(iter([row]), reading, codec, self.limit, self.num_rows)
-            self._kind = self._kind or type(data)
-            if type(data) is not self._kind:
-                found = f"{row.place}: {type(data).__name__}, the first row is {self._kind.__name__}"
-                raise UserError("rows of two kinds are mixed", found=found, remedy="use data of one kind")
             self.sizes[part] += 1
             self.lengths.append(data.items[0].num_tokens)
             return replace(shown, spans=self._spans(data) if is_wanted else ())

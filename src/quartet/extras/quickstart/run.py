@@ -144,8 +144,7 @@ class Quickstart:
 
     # Directory -------------------------------------------------------------------------------------------
 
-    def _found(self) -> dict[str, Any] | None:
-        """Reads ``run.json`` of the run that is there; None where there is none yet."""
+    def _claim(self) -> None:
         marker = self.path / "run.json"
         if marker.is_file():
             found: dict[str, Any] = read_json(marker)
@@ -156,25 +155,10 @@ class Quickstart:
                     found=f"job {found.get('job')}, seed {found.get('seed')}, status {found.get('status')}",
                     remedy="add --resume (with the same seed and options) to go on with it, or choose another --out",
                 )
-            return found
-        # A run killed in its first instant leaves a hidden draft.
-        if self.path.exists() and (
-            not self.path.is_dir() or any(not entry.name.startswith(".") for entry in self.path.iterdir())
-        ):
-            raise UserError(
-                f"output directory {self.path} is not empty",
-                found="files that are not a quickstart's",
-                remedy="choose another --out",
-            )
-        return None
-
-    def _claim(self) -> None:
-        found = self._found()
+            self._created = found.get("created", self._created)
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path / LOCK)
-        if found is not None:
-            self._created = found.get("created", self._created)
         self._mark("running")
 
     def _identity(self) -> dict[str, Any]:

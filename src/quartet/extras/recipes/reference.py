@@ -11,6 +11,7 @@ import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit
@@ -181,21 +182,22 @@ def sections(job: str, address: str = "", *, variants: bool = False) -> list[Sec
     """
     if job not in jobs():
         raise no_such_job(job)
-    top = _Place({job: recipes()[job]}, None, purpose(recipes()[job]))
     asked = ".".join(part for part in address.split(".") if not part.isdecimal())
     above, _, name = asked.rpartition(".")
-    known = dict[str, None]()
-    for where, as_override, place in _places("", "", top):
+    for where, as_override, place in _all_places(job):
         if asked in (where, as_override):
             return list(_walk(where, place, variants, []))
-        if place.is_choice:
-            continue
-        info = place.model.model_fields.get(name)
+        info = None if place.is_choice else place.model.model_fields.get(name)
         if above in (where, as_override) and info is not None and _below(place, name, info) is None:
             return [Section(where, "", (_key(place, name, info),))]
-        known |= dict.fromkeys(_join(as_override, key) for key in _keys_of(place.model))
-    remedy = nearest(asked, known) or f"quartet config {job} lists its keys"
+    keys = [(above, key) for _, above, one in _all_places(job) if not one.is_choice for key in _keys_of(one.model)]
+    remedy = nearest(asked, dict.fromkeys(_join(*parts) for parts in keys)) or f"quartet config {job} lists its keys"
     raise UserError(f"the recipe of {job} has no such part", found=address, remedy=remedy)
+
+
+@cache
+def _all_places(job: str) -> list[tuple[str, str, _Place]]:
+    return list(_places("", "", _Place({job: recipes()[job]}, None, purpose(recipes()[job]))))
 
 
 def _places(where: str, as_override: str, place: _Place) -> Iterator[tuple[str, str, _Place]]:

@@ -49,8 +49,6 @@ def evenly(items: Sequence[Item], count: int) -> list[Item]:
     """Picks ``count`` of ``items`` at even distances, first and last among them; all when there are fewer."""
     if len(items) <= count:
         return list(items)
-    if count == 1:
-        return [items[-1]]
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
@@ -89,12 +87,14 @@ def collect_rollouts(
         cut += sum(len(record.response_ids) > limits.tokens_per_response for record in taken)
         embedded += num_trajectories(taken)
     total = sum(num_trajectories(records) for records in by_step.values())
+    shown = f"{len(by_step)} of {len(steps)} steps, {embedded:,} of the {total:,} responses of these"
+    note = f"This page holds {shown}, {cut} of them cut after {limits.tokens_per_response:,} tokens."
     return {
         "steps": list(by_step),
         "prompts": prompts,
         "samples": samples,
         "counts": {str(step): num_trajectories(records) for step, records in by_step.items()},
-        "note": _note(len(steps), len(by_step), total, embedded, cut, limits),
+        "note": note if len(by_step) < len(steps) or embedded < total or cut else None,
     }
 
 
@@ -105,17 +105,6 @@ def num_trajectories(records: Iterable[RolloutRecord]) -> int:
 def _prompt_key(record: RolloutRecord) -> str:
     """Returns the prompt's id on the page: an environment gives a row several states, each a prompt of its own."""
     return f"{record.prompt_id}-{crc32(str(record.prompt_ids).encode()):08x}"
-
-
-def _note(steps: int, shown: int, total: int, embedded: int, cut: int, limits: ReportLimits) -> str | None:
-    parts = []
-    if shown < steps:
-        parts.append(f"{shown} of {steps} steps, evenly spaced, with all columns")
-    if embedded < total:
-        parts.append(f"{embedded:,} of the {total:,} responses of these steps, in whole groups where they fit")
-    if cut:
-        parts.append(f"{cut} responses cut after {limits.tokens_per_response:,} tokens")
-    return "This page holds " + "; ".join(parts) + ". The run directory keeps everything." if parts else None
 
 
 def _read(directory: Path, step: int, warn: Callable[[str], None]) -> list[RolloutRecord]:

@@ -75,7 +75,7 @@ function curveFamilies(names) {
  * The section with all curves of `runs` (`metrics`, and where there are several a `hue`).
  * `open(step)` is called when a step is clicked; `memory` keeps smoothing and open families from one drawing to the next.
  */
-function curvesSection(runs, { explained: explainedNames, telling: order }, open, { memory = {}, hint = '', note: below = null } = {}) {
+function curvesSection(runs, { explained: explainedNames, telling: order }, open, { memory = {}, hint = '' } = {}) {
   runs = runs.filter((run) => run.metrics);
   if (!runs.length) return missing('This stage has logged no metrics (metrics.jsonl).');
   memory.families ??= new Set();
@@ -120,5 +120,5 @@ function curvesSection(runs, { explained: explainedNames, telling: order }, open
   return el('div', null,
     el('div', { class: 'toolbar' }, el('label', { class: 'field' }, el('span', null, 'smoothing'), slider, output),
       el('p', { class: 'hint' }, 'Hover to read all curves at one step', hint, '. Point at a name for what it means.')),
-    grid(top), families.length > 0 && el('div', { class: 'families' }, el('span', { class: 'dim' }, 'more'), families), panels, note(below));
+    grid(top), families.length > 0 && el('div', { class: 'families' }, el('span', { class: 'dim' }, 'more'), families), panels);
 }
