@@ -15,7 +15,6 @@ from quartet.extras.process_rewards.trainer import (
     right_answers,
     step_credits,
     step_loss,
-    step_scores,
 )
 
 RULES = ("sum", "min", "discounted")
@@ -42,13 +41,6 @@ def slow(layout, scores: Tensor, rule: str) -> tuple[Tensor, list[float]]:
 
 
 # Scores and credits --------------------------------------------------------------------------------------
-
-
-def test_what_a_logit_counts_as() -> None:
-    logits = torch.tensor([0.0, math.log(3.0), -math.log(3.0)])
-    assert step_scores(logits, "probability").tolist() == pytest.approx([0.5, 0.75, 0.25])
-    assert step_scores(logits, "signed").tolist() == pytest.approx([0.0, 0.5, -0.5])
-    assert step_scores(logits, "logit").tolist() == logits.tolist()
 
 
 # Trajectory 0 scores 0.9, 0.4, 0.6, 0.1 and trajectory 1 scores -0.5, 0.5, a token of each in turn.

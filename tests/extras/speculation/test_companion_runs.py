@@ -59,7 +59,7 @@ def heads(causal_lm: Any, tmp_path: Path) -> Path:
 @pytest.fixture
 def run(tiny_rl: Any, digits: Any, heads: Path, tmp_path: Path) -> Callable[..., Any]:
     def make(name: str, learning: HeadTraining | None = LEARNING, *, process: bool = False, **changes: Any) -> Any:
-        speculation = MedusaSpeculation(path=str(heads), choose="gumbel", costs=COSTS, train=learning)
+        speculation = MedusaSpeculation(path=str(heads), costs=COSTS, train=learning)
         config = NativeEngineConfig(max_running=4, steps_per_lease=2, process=process)
         sampling = SamplingConfig(max_new_tokens=8, draw="gumbel")
         values: dict[str, Any] = {

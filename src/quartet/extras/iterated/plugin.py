@@ -12,7 +12,7 @@ PLUGIN = Plugin(
             starter="quartet.extras.iterated.config:STARTER",
             methods="rl.algorithm",
             words=("iterated",),
-            metrics=("iterated/pairs", "iterated/label_mean", "iterated/stale_accuracy"),
+            metrics=("iterated/pairs", "iterated/label_mean"),
         )
     }
 )

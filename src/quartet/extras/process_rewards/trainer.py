@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quartet.algorithms.segments import keep, masked_owner, reduction_dtype, segment_sum, time_order, wide
+from quartet.algorithms.segments import keep, masked_owner, reduction_dtype, segment_sum, time_order
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
@@ -47,25 +47,9 @@ from quartet.trainers.run_files import writing
 from quartet.trainers.supervised import SupervisedTrainer, SupervisedWorker
 
 CombinationRule = Literal["sum", "min", "discounted"]
-ScoreKind = Literal["probability", "signed", "logit"]
 
 
 # Scores and their combination ----------------------------------------------------------------------------
-
-
-def step_scores(logits_T: Tensor, kind: ScoreKind) -> Tensor:
-    """Returns ``[T]`` scores of steps from a process reward model's outputs, the logits of "this step is right".
-
-    ``probability`` in (0, 1), ``signed`` is ``2 * probability - 1`` in (-1, 1), ``logit`` as it is.
-    """
-    logits_T = wide(logits_T)
-    match kind:
-        case "probability":
-            return logits_T.sigmoid()
-        case "signed":
-            return (logits_T / 2).tanh()
-        case "logit":
-            return logits_T
 
 
 @torch.no_grad()

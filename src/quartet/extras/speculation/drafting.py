@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +37,8 @@ from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.drafter import DraftTree, chain
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Draw, Request
-from quartet.rollout.sampler import SamplingRows, largest, sample_tokens
+from quartet.rollout.protocol import Request, SamplingParams
+from quartet.rollout.sampler import SamplingRows, sample_tokens
 from quartet.rollout.scheduler import Response
 from quartet.train.state import REST, tensors_of
 
@@ -77,7 +77,6 @@ def measure(
     proposer: Proposer,
     computing: Callable[[], AbstractContextManager[object]],
     like: Request,
-    context: int | None,
 ) -> StepCosts:
     """Runs steps of an engine that holds nothing; its counts and cache are of no use afterwards.
 
@@ -89,83 +88,55 @@ def measure(
         proposer: its drafts cost next to nothing, unless they are made from hidden states.
         computing: in which it is asked for drafts.
         like: of whose kind requests run. Each has a prompt of its own, as in the tail of a rollout.
-        context: most tokens of a request, its prompt's included; None: no end.
     """
-    plain, drafted, drafting = [], [], []
-    tree, most_new = proposer.tree, _most_tokens(proposer.tree, max_running)
-    longest, room = len(tree), _PROMPT if context is None else max(1, min(context - most_new, _PROMPT))
-    like = replace(like, prompt_ids=like.prompt_ids[:room])
-    begin = partial(_begin, engine, like, most_new)
-    seconds = partial(_seconds, time.thread_time if engine.packed.device.type == "cpu" else time.perf_counter)
+    tree, prompt = proposer.tree, like.prompt_ids[:_PROMPT]
+    clock = time.thread_time if engine.packed.device.type == "cpu" else time.perf_counter
+    # Enough tokens for all steps, also while some of the requests still wait for their prompts.
+    most_new = (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + max_running // 8
+    sampling = replace(like.sampling, max_new_tokens=most_new, stop_token_ids=(), stop_strings=())
 
-    def draft(nodes: Sequence[int]) -> None:
+    def begin(num_rows: int) -> None:
+        engine.cancel([response.request.request_id for response in engine.running])
+        for row in range(num_rows):
+            name, own = str(row), (*prompt[1:], row % engine.packed.vocab_size)
+            engine.submit([Request(name, name, own, replace(sampling, seed=row))])
+        for _ in range(1 + num_rows // 8):
+            if len(engine.running) < num_rows:
+                engine.step()
+
+    def draft(depth: int) -> None:
         with computing():
-            proposer.draft(engine.running, nodes)
+            proposer.draft(engine.running, [node for node, at in enumerate(tree.depths) if at <= depth])
 
     def step_with(length: int) -> None:
         for response in engine.running:
             response.propose([0] * min(length, response.max_tokens - len(response.token_ids) - 1))
         engine.step()
 
-    for power in range(max_running.bit_length()):
-        begin(1 << power)
-        plain.append(seconds(engine.step))
-    for power in range((max_running * tree.depth).bit_length() if proposer.reads_hidden else 0):
-        num_rows = -(-(1 << power) // tree.depth)
-        depth = -(-(1 << power) // num_rows)
+    def seconds(num_rows: int, work: Callable[[], object]) -> float:
+        """Measures the least seconds of several runs: whatever disturbs one makes it longer."""
         begin(num_rows)
-        nodes = [node for node, at in enumerate(tree.depths) if at <= depth]
-        drafting.append(seconds(partial(draft, nodes)))
-    most = max(1 + longest, max_running * (1 + min(longest, _MOST)))
-    for power in range(most.bit_length()):
-        num_rows = min(max(1, (1 << power) // (1 + _DRAFT)), max_running)
-        length = (1 << power) // num_rows - 1
-        begin(num_rows)
-        drafted.append(seconds(partial(step_with, length)))
-    engine.cancel([response.request.request_id for response in engine.running])
+        work()
+        found = []
+        for _ in range(_REPEATS):
+            began = clock()
+            work()
+            found.append(clock() - began)
+        return min(found)
+
+    def powers(most: int) -> list[int]:
+        return [1 << power for power in range(most.bit_length())]
+
+    plain = [seconds(num, engine.step) for num in powers(max_running)]
+    drafting, drafted = [], []
+    for num in powers(max_running * tree.depth if proposer.reads_hidden else 0):
+        num_rows = -(-num // tree.depth)
+        drafting.append(seconds(num_rows, partial(draft, -(-num // num_rows))))
+    for num in powers(max(1 + len(tree), max_running * (1 + min(len(tree), _MOST)))):
+        num_rows = min(max(1, num // (1 + _DRAFT)), max_running)
+        drafted.append(seconds(num_rows, partial(step_with, num // num_rows - 1)))
     growing = [tuple(accumulate(found, max)) for found in (plain, drafted, drafting)]
     return StepCosts(plain=growing[0], drafted=growing[1], drafting=growing[2])
-
-
-def _max_waits(num_rows: int) -> int:
-    """Counts the steps in which some of so many requests still wait for their prompts."""
-    return num_rows // 8
-
-
-def _most_tokens(tree: DraftTree, max_running: int) -> int:
-    """Returns the most tokens that a request may get while costs are measured, and while others wait for
-    their prompts.
-    """
-    return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + _max_waits(max_running)
-
-
-def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> None:
-    """Has so many requests run, and no others."""
-    engine.cancel([response.request.request_id for response in engine.running])
-    sampling = replace(like.sampling, max_new_tokens=most, stop_token_ids=(), stop_strings=())
-    for row in range(num_rows):
-        prompt = (*like.prompt_ids[1:], row % engine.packed.vocab_size)
-        engine.submit(
-            [
-                replace(
-                    like, request_id=str(row), group=str(row), prompt_ids=prompt, sampling=replace(sampling, seed=row)
-                )
-            ]
-        )
-    for _ in range(1 + _max_waits(num_rows)):
-        if len(engine.running) < num_rows:
-            engine.step()
-
-
-def _seconds(clock: Callable[[], float], work: Callable[[], object]) -> float:
-    """Measures the least seconds of several runs: whatever disturbs one makes it longer."""
-    work()
-    found = []
-    for _ in range(_REPEATS):
-        began = clock()
-        work()
-        found.append(clock() - began)
-    return min(found)
 
 
 PROBE_EVERY = 256
@@ -184,13 +155,11 @@ class Acceptance:
         tree: of whole drafts.
 
     Attributes:
-        num_noted: rows that had drafts.
         drafted, kept: places at each depth with a token or several, and those of which one was kept; since the engine
             was made, for metrics.
     """
 
     def __init__(self, tree: DraftTree) -> None:
-        self.num_noted = 0
         self.drafted = [0] * tree.depth
         self.kept = [0] * tree.depth
         self._recent = [[0, 0] for _ in range(len(tree))]
@@ -203,7 +172,6 @@ class Acceptance:
             kept: its nodes that hold, one behind the other.
             ended: the response ends with the last of them, so nothing was tried behind it.
         """
-        self.num_noted += 1
         for depth, (parent, held) in enumerate(zip((-1, *kept), (*kept, None), strict=True)):
             tried = tree.children[1 + parent]
             if not tried or (ended and held is None):
@@ -246,16 +214,30 @@ class Speculator:
         self.acceptance = Acceptance(proposer.tree)
         self._num_shortened = 0
         self._marked: dict[str, Any] | None = None
-        self._chosen: tuple[object, list[int]] = (None, [])
 
     def propose(
         self, engine: NativeEngine, computing: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         if self.costs is None:
             like = next(iter(engine.held.values())).request
-            self.costs = measure(engine.empty(), engine.max_running, self.proposer, computing, like, engine.context)
-        if engine.running:
-            self.draft(engine.running, computing)
+            self.costs = measure(engine.empty(), engine.max_running, self.proposer, computing, like)
+        running, tree = engine.running, self.proposer.tree
+        # Behind a draft one token more is sampled.
+        room = [min(tree.depth, r.max_tokens - len(r.token_ids) - 1) for r in running]
+        if not any(n > 0 for n in room):
+            return
+        # What is on offer need not be looked at where even whole drafts of all would not pay.
+        if nodes := self.nodes(room):
+            room = [min(n, m) for n, m in zip(room, self.proposer.lengths(running), strict=True)]
+            nodes = self.nodes(room)
+        probes = len(nodes) < len(tree) and self._num_shortened >= PROBE_EVERY
+        self._num_shortened = 0 if probes else self._num_shortened + (len(nodes) < len(tree))
+        if nodes:
+            self._draft(running, nodes, room, computing)
+        if probes:
+            longest = max(running, key=lambda r: r.max_tokens - len(r.token_ids))
+            depth = min(longest.max_tokens - len(longest.token_ids) - 1, *self.proposer.lengths([longest]))
+            self._draft([longest], range(len(tree)), [depth], computing)
 
     def verified(self, response: Response, kept: Sequence[int], *, ended: bool) -> None:
         self.acceptance.note(response.tree, kept, ended=ended)
@@ -272,43 +254,18 @@ class Speculator:
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         return self.proposer.weights()
 
-    def draft(
-        self, running: Sequence[Response], computing: Callable[[], AbstractContextManager[object]] = nullcontext
+    def _draft(
+        self,
+        running: Sequence[Response],
+        nodes: Sequence[int],
+        room: Sequence[int],
+        computing: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """Sets ``draft`` of each.
-
-        Args:
-            computing: in which the proposer is asked for drafts.
-        """
-        room = self._room(running)
-        if not any(n > 0 for n in room):
-            return
-        # What is on offer need not be looked at where even whole drafts of all would not pay.
-        nodes = self.nodes(room)
-        whole = len(self.proposer.tree)
-        probes = len(nodes) < whole and self._num_shortened >= PROBE_EVERY
-        if nodes:
-            room = [min(n, m) for n, m in zip(room, self.proposer.lengths(running), strict=True)]
-            nodes = self.nodes(room)
-        with computing() if nodes or probes else nullcontext():
-            if nodes:
-                self._draft(running, nodes, room)
-            if probes:
-                longest = [max(running, key=lambda r: r.max_tokens - len(r.token_ids))]
-                lengths = self.proposer.lengths(longest)
-                self._draft(
-                    longest, range(whole), [min(*both) for both in zip(self._room(longest), lengths, strict=True)]
-                )
-        self._num_shortened = 0 if probes else self._num_shortened + (len(nodes) < whole)
-
-    def _room(self, running: Sequence[Response]) -> list[int]:
-        """Returns the depth down to which drafts may go: behind them one token more is sampled."""
-        return [min(self.proposer.tree.depth, r.max_tokens - len(r.token_ids) - 1) for r in running]
-
-    def _draft(self, running: Sequence[Response], nodes: Sequence[int], room: Sequence[int]) -> None:
         """Drafts these nodes for each, down to the depth that it has room for."""
         tree = self.proposer.tree.only(nodes)
-        for response, draft, n in zip(running, self.proposer.draft(running, nodes), room, strict=True):
+        with computing():
+            drafts = self.proposer.draft(running, nodes)
+        for response, draft, n in zip(running, drafts, room, strict=True):
             fitting = [i for i, depth in enumerate(tree.depths) if depth <= n]
             response.propose([draft[i] for i in fitting], tree.only(fitting))
 
@@ -324,17 +281,6 @@ class Speculator:
         assert self.costs is not None, "measured before the first step"
         tree, num_rows = self.proposer.tree, len(lengths)
         reaching = [sum(n >= depth for n in lengths) for depth in range(1 + tree.depth)]
-        # While nothing is drafted the answer stays the same.
-        question = num_rows, reaching, self.acceptance.num_noted, self.costs
-        if question == self._chosen[0]:
-            return self._chosen[1]
-        self._chosen = question, self._worth(num_rows, reaching)
-        return self._chosen[1]
-
-    def _worth(self, num_rows: int, reaching: Sequence[int]) -> list[int]:
-        """Does what ``nodes`` does, by the number of rows that a draft may reach each depth in."""
-        assert self.costs is not None
-        tree = self.proposer.tree
         chances: list[float] = []
         for node, parent in enumerate(tree.parents):
             chances.append(self.acceptance.rate(node) * (chances[parent] if parent >= 0 else 1.0))
@@ -368,10 +314,7 @@ class Speculator:
     def _state(self) -> dict[str, Any]:
         own = {"acceptance": self.acceptance.state(), "shortened": self._num_shortened}
         costs = None if self.costs is None else self.costs.model_dump()
-        proposers = self.proposer.state()
-        tensors = {name: value for name, value in proposers.items() if isinstance(value, Tensor)}
-        plain = {name: value for name, value in proposers.items() if name not in tensors}
-        return {**tensors, REST: {**own, "costs": costs, "drafter": plain}}
+        return {**self.proposer.state(), REST: {**own, "costs": costs}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         rest = state[REST]
@@ -379,8 +322,8 @@ class Speculator:
         self._num_shortened = rest["shortened"]
         if rest["costs"] is not None:
             self.costs = StepCosts(**rest["costs"])
-        self.proposer.load({**tensors_of(state), **rest["drafter"]})
-        self._marked, self._chosen = None, (None, [])
+        self.proposer.load(tensors_of(state))
+        self._marked = None
 
 
 MAX_AUTOMATON_TOKENS = 8192
@@ -485,13 +428,16 @@ class SuffixAutomaton:
         return found
 
 
+KEPT_TOKENS = 1_000_000
+"""Of prompts and answers that history remembers."""
+
+
 class Answers:
-    """Finished answers by prompt, of ``kept_tokens`` together with their prompts: the oldest of the prompt that was
+    """Finished answers by prompt, of ``KEPT_TOKENS`` together with their prompts: the oldest of the prompt that was
     answered least lately go first, and of one prompt those that its automaton would have no room for.
     """
 
-    def __init__(self, kept_tokens: int) -> None:
-        self.kept_tokens = kept_tokens
+    def __init__(self) -> None:
         self.num_tokens = 0
         self._of: OrderedDict[Prompt, list[Tensor]] = OrderedDict()  # int32: of the prompt, then of its answers
 
@@ -510,14 +456,14 @@ class Answers:
         self.num_tokens += len(answer)
         while len(texts) > 2 and sum(map(len, texts[1:])) > MAX_AUTOMATON_TOKENS:
             self.num_tokens -= len(texts.pop(1))
-        while self.num_tokens > self.kept_tokens:
+        while self.num_tokens > KEPT_TOKENS:
             first, texts = next(iter(self._of.items()))
             self.num_tokens -= len(texts.pop(1))
             if len(texts) == 1:
                 del self._of[first]
                 self.num_tokens -= len(first)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Tensor]:
         """Returns the tokens and lengths of all texts as tensors: of each prompt, then of its answers."""
         texts = [text for of_prompt in self._of.values() for text in of_prompt]
         return {
@@ -526,9 +472,8 @@ class Answers:
             "num_answers": torch.tensor([len(of_prompt) - 1 for of_prompt in self._of.values()], dtype=torch.int64),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        tokens: Tensor = state["tokens"]
-        texts = iter([text.clone() for text in tokens.split(state["lengths"].tolist())])
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        texts = iter([text.clone() for text in state["tokens"].split(state["lengths"].tolist())])
         self._of.clear()
         self.num_tokens = 0
         for num in state["num_answers"].tolist():
@@ -566,11 +511,11 @@ class Proposer(ABC):
         """Returns what a trainer sends with the model's own weights, named."""
         return ()
 
-    def state(self) -> dict[str, Any]:
-        """Returns what it has learned, as tensors and plain values by name; not changed by what follows."""
+    def state(self) -> dict[str, Tensor]:
+        """Returns what it has learned, as tensors by name; not changed by what follows."""
         return {}
 
-    def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def load(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Takes up what ``state`` gave."""
 
 
@@ -590,12 +535,11 @@ class HistoryDrafter(Proposer):
     Args:
         min_match: newest tokens that must stand in the texts.
         max_draft: tokens of a draft.
-        kept_tokens: of prompts and answers together.
     """
 
-    def __init__(self, min_match: int, max_draft: int, kept_tokens: int) -> None:
+    def __init__(self, min_match: int, max_draft: int) -> None:
         self.tree = chain(max_draft)
-        self.answers = Answers(kept_tokens)
+        self.answers = Answers()
         self._min_match = min_match
         self._automata: dict[Prompt, SuffixAutomaton] = {}
         self._places: dict[Response, _Place] = {}
@@ -647,10 +591,10 @@ class HistoryDrafter(Proposer):
         if all(other.request.prompt_ids != prompt for other in self._places):
             del self._automata[prompt]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Tensor]:
         return self.answers.state()
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:
         self.answers.load(state)
 
 
@@ -663,8 +607,7 @@ def _add(automaton: SuffixAutomaton, prompt: Prompt, answer: Sequence[int], limi
         automaton.add((*prompt[-_JOINT:], *answer)[:room])
 
 
-Choice = Literal["top", "uniform", "gumbel"]
-_DRAWS: dict[Choice, Draw] = {"uniform": "inverse", "gumbel": "gumbel"}
+_LIKELIEST = SamplingParams(temperature=0.0)
 
 
 def branching(paths: Sequence[Sequence[int]]) -> DraftTree:
@@ -680,7 +623,8 @@ def branching(paths: Sequence[Sequence[int]]) -> DraftTree:
 
 
 class HeadDrafter(Proposer):
-    """Tokens from each head's distribution: the likeliest, or those that the request itself would draw there first.
+    """The likeliest tokens of each head, or, of requests that race (``draw: gumbel``), those that their own noise would
+    draw there first.
 
     Args:
         heads: hidden states ``[B, D]`` and a depth K to logits ``[B, K, V]``; of depth 1 is the token after the newest.
@@ -694,14 +638,12 @@ class HeadDrafter(Proposer):
         self,
         heads: Callable[[Tensor, int], Tensor],
         paths: Sequence[Sequence[int]],
-        choose: Choice = "top",
         learned: Sequence[tuple[str, Tensor]] = (),
     ) -> None:
         self.tree = branching(paths)
         self._ranks = [path[-1] for path in paths]
         self._learned = learned
         self._heads = heads
-        self._choose: Choice = choose
 
     def lengths(self, running: Sequence[Response]) -> list[int]:
         return [self.tree.depth] * len(running)
@@ -714,14 +656,10 @@ class HeadDrafter(Proposer):
         # Of a vocabulary with fewer tokens than ranks the last one has the ranks behind it, too.
         num = min(1 + max(ranks), flat.shape[1])
         ranks = [min(rank, num - 1) for rank in ranks]
-        if self._choose == "top":
-            tokens = largest(flat, num)
-        else:
-            draw = _DRAWS[self._choose]
-            sampling = [replace(r.request.sampling, draw=draw) for r in running]
-            rows = SamplingRows.build([params for params in sampling for _ in range(depth)], flat.shape[1], flat.device)
-            places = np.array([len(r.token_ids) + i for r in running for i in range(depth)], dtype=np.uint64)
-            tokens = sample_tokens(flat, rows, places, num)
+        how = [r.request.sampling if r.request.sampling.draw == "gumbel" else _LIKELIEST for r in running]
+        rows = SamplingRows.build([params for params in how for _ in range(depth)], flat.shape[1], flat.device)
+        places = np.array([len(r.token_ids) + i for r in running for i in range(depth)], dtype=np.uint64)
+        tokens = sample_tokens(flat, rows, places, num)
         found: list[list[int]] = tokens.view(len(running), depth, num)[:, depths, ranks].tolist()
         return found
 
@@ -730,7 +668,7 @@ class HeadDrafter(Proposer):
 
 
 def history(config: HistorySpeculation, packed: PackedCausalLM, model: None) -> Speculator:
-    return Speculator(HistoryDrafter(config.min_match, config.max_draft, config.kept_tokens), config.costs)
+    return Speculator(HistoryDrafter(config.min_match, config.max_draft), config.costs)
 
 
 def medusa(config: MedusaSpeculation, packed: PackedCausalLM, heads: MedusaHeads | None) -> Speculator:
@@ -746,7 +684,7 @@ def medusa(config: MedusaSpeculation, packed: PackedCausalLM, heads: MedusaHeads
         heads = load_heads(config, packed)
         learned = tuple(heads.weights()) if config.learns else ()
     paths = config.tree or [(0,) * depth for depth in range(1, heads.depth + 1)]
-    return Speculator(HeadDrafter(heads, paths, config.choose, learned), config.costs)
+    return Speculator(HeadDrafter(heads, paths, learned), config.costs)
 
 
 def load_heads(config: MedusaSpeculation, packed: PackedCausalLM) -> MedusaHeads:

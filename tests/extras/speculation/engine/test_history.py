@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from quartet.extras.speculation import drafting
 from quartet.extras.speculation.drafting import MAX_AUTOMATON_TOKENS, Answers, HistoryDrafter, SuffixAutomaton
 from quartet.rollout.protocol import Request
 from quartet.rollout.scheduler import RequestGroup, Response
@@ -68,8 +69,9 @@ def text(token: int, length: int) -> torch.Tensor:
     return torch.full((length,), token, dtype=torch.int32)
 
 
-def test_answers_keep_to_their_bound_and_come_back_as_they_were() -> None:
-    answers = Answers(30)
+def test_answers_keep_to_their_bound_and_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "KEPT_TOKENS", 30)
+    answers = Answers()
     prompts = [(1, 2, i) for i in range(3)]
     for round_ in range(4):
         for prompt in prompts:
@@ -77,7 +79,7 @@ def test_answers_keep_to_their_bound_and_come_back_as_they_were() -> None:
             assert answers.num_tokens <= 30
     assert [len(answers.of(prompt)) for prompt in prompts] == [1, 2, 2]
     assert answers.of(prompts[2]) == [[2] * 4, [3] * 4]
-    again = Answers(30)
+    again = Answers()
     again.load(answers.state())
     assert again.num_tokens == answers.num_tokens
     for new in (answers, again):
@@ -99,7 +101,7 @@ def of_prompt(make_request: Callable[..., Request]) -> Callable[[str], Response]
 def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
     of_prompt: Callable[[str], Response],
 ) -> None:
-    drafter = HistoryDrafter(min_match=2, max_draft=3, kept_tokens=1000)
+    drafter = HistoryDrafter(min_match=2, max_draft=3)
     first, second = of_prompt("a"), of_prompt("b")
     first.token_ids = [1, 2]
     assert drafter.draft([first], range(3)) == [[3, 4]], "the prompt"
@@ -116,7 +118,7 @@ def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
     third = of_prompt("c")
     third.token_ids = [1]
     assert drafter.draft([third], range(3)) == [[2, 5, 6]], "from the prompt's end on"
-    other = HistoryDrafter(min_match=2, max_draft=3, kept_tokens=1000)
+    other = HistoryDrafter(min_match=2, max_draft=3)
     other.load(drafter.state())
     fourth = of_prompt("d")
     fourth.token_ids = [1]
@@ -124,7 +126,7 @@ def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
 
 
 def test_answers_of_before_leave_room_for_those_of_now(of_prompt: Callable[[str], Response]) -> None:
-    drafter = HistoryDrafter(min_match=2, max_draft=3, kept_tokens=1 << 20)
+    drafter = HistoryDrafter(min_match=2, max_draft=3)
     for number in range(3):
         drafter.answers.add(of_prompt("old").request.prompt_ids, text(50 + number, 4000))
     first, second = of_prompt("a"), of_prompt("b")

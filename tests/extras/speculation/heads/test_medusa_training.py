@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import OptimConfig
 from quartet.extras.speculation import head_trainer
-from quartet.extras.speculation.config import HeadsConfig
 from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
@@ -57,10 +56,8 @@ def batch() -> RaggedBatch:
     return found.with_token(loss_mask=found.sequence_index() >= 0)
 
 
-def _trainer(trunk: PackedCausalLM, *, shared: bool = True, optim: OptimConfig = OPTIM, **values: Any) -> HeadTrainer:
-    config = HeadsConfig(shared_head=shared, **values)
-    heads = MedusaHeads(trunk, config.depth, shared_head=shared)
-    return HeadTrainer(heads, config, optim, total_steps=10, seed=3)
+def _trainer(trunk: PackedCausalLM, *, shared: bool = True) -> HeadTrainer:
+    return HeadTrainer(MedusaHeads(trunk, 3, shared_head=shared), OPTIM, total_steps=10)
 
 
 def _hidden(trunk: PackedCausalLM, batch: RaggedBatch, budget: int = 1000) -> torch.Tensor:
