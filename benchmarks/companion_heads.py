@@ -36,7 +36,7 @@ from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
-ALWAYS = StepCosts(plain=(1.0,), drafted=(0.1,))
+ALWAYS = StepCosts(plain=(1.0,), drafted=(0.1,), drafting=(0.0,))
 """By which it always pays to draft."""
 STORIES = (
     "actor.train.optim.lr=3e-4",

@@ -5,9 +5,9 @@
 
 Trains Medusa heads for the model on its own answers (once; they stay in ``--out``), then lets the sides take turns over
 the same held-out questions, with other seeds each time: a table by rows that run together, and one rollout whose
-lengths span two orders of magnitude. Costs of steps are measured before the first turn, as a run does. Beside them the
-floor: what a step takes, what reading the weights once takes at the bandwidth that this machine has, and tokens per
-forward. ``forced`` sides (at the first number of rows) draft at every step, whether it pays or not.
+lengths span two orders of magnitude. Beside them the floor: what a step takes, what reading the weights once takes at
+the bandwidth that this machine has, and tokens per forward. ``forced`` sides (at the first number of rows) draft at
+every step, whether it pays or not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 
 DEPTH = 4
-ALWAYS = StepCosts(plain=(1.0, 1.0), drafted=(1e-3, 1e-3))
+ALWAYS = StepCosts(plain=(1.0, 1.0), drafted=(1e-3, 1e-3), drafting=(0.0,))
 """By which drafting always pays, and whole drafts pay most."""
 
 

@@ -217,7 +217,7 @@ def group(*labels: float) -> list[Answer]:
 
 def test_best_and_worst() -> None:
     pair = make_pair(group(0.2, 0.9, float("nan"), 0.1), "x")
-    assert pair is not None and (pair.chosen.completion, pair.rejected.completion) == ("answer 1", "answer 3")
+    assert pair == {"prompt": "p", "chosen": "answer 1", "rejected": "answer 3"}
     assert make_pair(group(0.5, 0.5), "x") is None
     assert make_pair(group(0.5), "x") is None
 

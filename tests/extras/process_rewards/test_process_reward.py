@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,6 @@ def test_what_is_saved_loads_with_from_pretrained_and_says_how_steps_end(
     assert pooled == pytest.approx(plain_logits(plain, item)[-1], abs=1e-6), "its own pooling is the last step's score"
     assert AutoTokenizer.from_pretrained(path).get_vocab() == tokenizer.get_vocab()
     assert load_step_separator(str(path)) == ";"
-    assert "process reward model" in json.loads((path / "process_reward.json").read_text())["kind"]
 
 
 def test_bad_rows_stop_the_run_before_anything_is_written(

@@ -19,7 +19,6 @@ from breaking import same_weights, untimed_rows
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LoRAConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig
-from quartet.config.placement import AsynchronousPlacement
 from quartet.config.plugins import load
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.extras.speculation.config import (
@@ -37,7 +36,7 @@ from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.vllm.start import Drafts
 from quartet.trainers.engines import Policy, _native_arguments, _vllm_specs, open_engine
 
-COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15))
+COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15), drafting=(0.0,))
 HISTORY = HistorySpeculation(min_match=1, max_draft=3, costs=COSTS)
 GUMBEL = SamplingConfig(max_new_tokens=8, temperature=0.3, draw="gumbel")
 DRAFTS = ("rollout/accepted_by_depth", "rollout/draft_acceptance", "rollout/tokens_per_forward")
@@ -158,7 +157,7 @@ def test_an_engine_in_a_process_of_its_own_drafts_too(
         policy = Policy(str(path), 16, str, speculation=speculation)
         engine = load_engine(**pickle.loads(pickle.dumps(_native_arguments(NativeEngineConfig(), policy))))
         assert engine.drafter is not None
-        assert engine.drafter.proposer.tree.depth == (3 if speculation is HISTORY else 1)
+        assert engine.drafter.tree.depth == (3 if speculation is HISTORY else 1)
         assert engine.drafter.costs == speculation.costs
     router = open_engine(NativeEngineConfig(), replace(policy, speculation=HISTORY))
     router.submit([Request(f"{i}", "g", (3, 4, 5), SamplingParams(max_new_tokens=20, seed=i)) for i in range(6)])
@@ -175,7 +174,6 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
     train: Any, heads: Path, causal_lm: Any, tmp_path: Path
 ) -> None:
     for changes, problem in (
-        ({"model": causal_lm(seed=5)}, "trained on another model"),
         ({"model": causal_lm(hidden_size=48)}, "trained on another model"),
         ({"rollout": rollout(MedusaSpeculation(path=str(heads), depth=3))}, "more Medusa heads are asked for"),
         ({"rollout": rollout(MedusaSpeculation(path=str(tmp_path / "none")))}, "there is no heads directory here"),
@@ -185,14 +183,10 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
     assert not list((tmp_path / "refused").glob("**/*.json*"))
 
 
-@pytest.mark.parametrize(
-    "speculation",
-    [HISTORY, MedusaSpeculation(path="heads", tree=((0,), (1,)))],
-    ids=["costs", "tree"],
-)
-def test_what_vllm_does_not_read_is_refused(speculation: Speculation) -> None:
-    with pytest.raises(UserError, match="are the native engine's"):
-        RLRecipe(rollout=RolloutConfig(engine=VLLMEngineConfig(), speculation=speculation))
+def test_a_tree_is_not_for_vllm() -> None:
+    tree = MedusaSpeculation(path="heads", tree=((0,), (1,)))
+    with pytest.raises(UserError, match="tree is the native engine's"):
+        RLRecipe(rollout=RolloutConfig(engine=VLLMEngineConfig(), speculation=tree))
 
 
 def test_vllm_drafts_from_history_and_by_heads() -> None:
@@ -236,15 +230,6 @@ def test_heads_are_written_for_vllm(shared: bool, train: Any, causal_lm: Any, tm
     assert all(torch.equal(written[name], heads.state_dict()[name]) for name in shapes)
 
 
-def test_a_run_that_follows_another_has_its_costs_given() -> None:
-    engine = {"engine": {"roles": ["rollout"]}, "models": {"roles": ["actor", "critic", "reference", "reward"]}}
-    follows = AsynchronousPlacement(pools=engine, max_staleness=0, follow="journal.jsonl")
-    measured = HistorySpeculation()
-    with pytest.raises(UserError, match="set the same costs for both"):
-        RLRecipe(placement=follows, rollout=RolloutConfig(speculation=measured))
-    RLRecipe(placement=follows, rollout=RolloutConfig(speculation=HISTORY))
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -279,7 +264,7 @@ def test_trees_that_are_none_are_refused(values: dict[str, Any], reason: str) ->
 def test_a_tree_is_drafted_from_as_many_heads_as_it_is_deep(heads: Path, causal_lm: Any) -> None:
     tree = MedusaSpeculation(path=str(heads), tree=((0, 1), (1,), (0,), (0, 0)))
     assert (tree.num_heads, tree.tree) == (2, ((0,), (1,), (0, 0), (0, 1)))
-    drafter = medusa(tree, PackedCausalLM(causal_lm()), None).proposer
+    drafter = medusa(tree, PackedCausalLM(causal_lm()), None)
     assert (drafter.tree.parents, drafter.tree.depth) == ((-1, -1, 0, 0), 2)
     deeper = MedusaSpeculation(path=str(heads), tree=((0,), (0, 0), (0, 0, 0)))
     with pytest.raises(UserError, match=r"more Medusa heads are asked for than there are[\s\S]*depth 3; 2 heads"):

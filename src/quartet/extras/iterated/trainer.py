@@ -22,7 +22,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
@@ -149,10 +149,9 @@ class IteratedTrainer:
             figures = {"iterated/pairs": float(len(fresh)), "iterated/label_mean": fmean(labels)}
             data = self.path / "data"
             with writing(data):
-                rows = [_row(pair) for pair in fresh]
                 write_answers(data / f"answers_round_{number}.jsonl", answers)
-                write_rows(data / f"pairs_round_{number}.jsonl", rows)
-                write_rows(self._pairs_until(number), chain(self._old_pairs(number), rows))
+                write_rows(data / f"pairs_round_{number}.jsonl", fresh)
+                write_rows(self._pairs_until(number), chain(self._old_pairs(number), fresh))
                 saved = {"seconds": round(watch.seconds, 3), "metrics": figures}
                 replace_atomically(marker, json.dumps(saved).encode())
         metrics: dict[str, float] = saved["metrics"]
@@ -238,15 +237,8 @@ def sections(recipe: IteratedRecipe) -> dict[str, Recipe]:
 # Pairs -----------------------------------------------------------------------------------------------------
 
 
-class LabelledPair(NamedTuple):
-    """Two answers to one prompt, the first labelled higher."""
-
-    chosen: Answer
-    rejected: Answer
-
-
-def make_pair(group: Sequence[Answer], label: str) -> LabelledPair | None:
-    """Makes the pair of one prompt, None where its labels do not differ.
+def make_pair(group: Sequence[Answer], label: str) -> dict[str, Any] | None:
+    """Makes a row of the best and the worst answer to one prompt, None where their labels do not differ.
 
     Args:
         label: name of the labeller's score; answers to which it does not apply take no part.
@@ -254,8 +246,8 @@ def make_pair(group: Sequence[Answer], label: str) -> LabelledPair | None:
     labelled = [answer for answer in group if not math.isnan(answer.rewards[label])]
     if len({answer.rewards[label] for answer in labelled}) < 2:
         return None
-    chosen = max(labelled, key=lambda answer: answer.rewards[label])
-    return LabelledPair(chosen, min(labelled, key=lambda answer: answer.rewards[label]))
+    best, worst = (pick(labelled, key=lambda answer: answer.rewards[label]) for pick in (max, min))
+    return {"prompt": best.prompt, "chosen": best.completion, "rejected": worst.completion}
 
 
 def _sides(pair: Preference) -> dict[str, AnswerText]:
@@ -263,7 +255,3 @@ def _sides(pair: Preference) -> dict[str, AnswerText]:
     sides = {"chosen": pair.chosen, "rejected": pair.rejected}
     is_text = all(isinstance(answer, str) for answer in sides.values())
     return sides if is_text else {name: answer_turn(answer) for name, answer in sides.items()}
-
-
-def _row(pair: LabelledPair) -> dict[str, Any]:
-    return {"prompt": pair.chosen.prompt, "chosen": pair.chosen.completion, "rejected": pair.rejected.completion}

@@ -97,13 +97,11 @@ def answer_pieces(codec: TextCodec, before: Sequence[int], ids: Sequence[int]) -
 # In a model's directory: how the steps end that it was trained on -------------------------------------------
 
 _PROCESS_FILE = "process_reward.json"
-_PROCESS_KIND = "process reward model: the score at a step's last token is the logit of the step being right"
 
 
 def save_step_separator(separator: str, directory: Path) -> None:
     """Writes what ends every step but perhaps the last into a model's directory."""
-    text = json.dumps({"kind": _PROCESS_KIND, "separator": separator}, indent=2, ensure_ascii=False)
-    (directory / _PROCESS_FILE).write_text(text + "\n", encoding="utf-8")
+    (directory / _PROCESS_FILE).write_text(json.dumps({"separator": separator}) + "\n", encoding="utf-8")
 
 
 def load_step_separator(path: str) -> str | None:

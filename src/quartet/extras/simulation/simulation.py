@@ -23,14 +23,13 @@ are one moment and not two. Nothing that happens outside the loop (threads, sock
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import selectors
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -102,10 +101,6 @@ class GenerationCost:
     max_running: int = 1_000_000_000
 
 
-def _as_planned(stage: str, number: int) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class CostModel:
     """All of an iteration.
@@ -123,7 +118,7 @@ class CostModel:
     learning: tuple[StageCost, ...]
     publish_s: float
     resident_bytes: Mapping[str, Mapping[LeaseMode, int]] = field(default_factory=dict)
-    vary: Callable[[str, int], float] = _as_planned
+    vary: Callable[[str, int], float] = lambda stage, number: 1.0
 
     def sizes(self) -> dict[str, dict[LeaseMode, int]]:
         """Returns the bytes of every role in every mode that this iteration uses; 0 where nothing is said."""
@@ -282,10 +277,10 @@ async def sleep_here(role: str, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What a simulated run was; times are seconds of its clock since its beginning.
+    """What a simulated run was.
 
     Args:
-        ended_s: when each step ended.
+        ended_s: when each step ended, since the run's beginning.
         steps: the groups that each step consumed, with the versions of their tokens.
         peak_bytes: most that was resident at a time, by pool.
     """
@@ -356,7 +351,7 @@ class Simulation:
         return SimulationResult(
             ended_s=ended_s,
             steps=self.steps,
-            spans=[_since(span, started_s) for span in self.recorder.spans()],
+            spans=self.recorder.spans(),
             peak_bytes=self.arbiter.peak_bytes(),
             events=self.journal.events,
         )
@@ -426,7 +421,9 @@ class Simulation:
                 self.leases, self._timed(HEADS, stage.stage, self._models[HEADS], lambda: stage.cost.fixed_s)
             )
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
-        return ModelLearner(self.leases, stage.role, model, UpdatePlan(1, 1, seed=0), _no_objective, stage.role)
+        return ModelLearner(
+            self.leases, stage.role, model, UpdatePlan(1, 1, seed=0), cast(Any, lambda is_first: None), stage.role
+        )
 
     def _timed(self, role: str, stage: str, worker: Any, seconds: Callable[..., float]) -> TimedGroup:
         return TimedGroup(worker, self._varied(stage, seconds), partial(self.sleep, role))
@@ -441,24 +438,14 @@ def _seconds(stage: StageCost, batch: RaggedBatch, *_: Any) -> float:
     return stage.cost.seconds(batch.parents.count(-1))
 
 
-def _no_objective(is_first: bool) -> Any:
-    """Returns None: timed models compute no loss."""
-    return None
-
-
 async def assemble(chunks: Sequence[tuple[Chunk, Sequence[ColumnSet]]]) -> RaggedBatch:
     """Joins a step's chunks with their columns."""
     return RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
 
 
-def _since(span: Span, started_s: float) -> Span:
-    return replace(span, start_s=span.start_s - started_s, end_s=span.end_s - started_s)
-
-
 # The virtual clock --------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 TICKS_PER_S = 1_000_000
 
 
@@ -505,12 +492,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.ticks / TICKS_PER_S
 
-    def call_at(
-        self,
-        when: float,
-        callback: Callable[[Unpack[Ts]], object],
-        *args: *Ts,
-        context: contextvars.Context | None = None,
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
         quantised = round(when * TICKS_PER_S) / TICKS_PER_S
         return super().call_at(quantised, callback, *args, context=context)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, field_validator
 
 from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig, untrained
-from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig
-from quartet.config.placement import AsynchronousPlacement
+from quartet.config.engines import Speculation, VLLMEngineConfig
 from quartet.config.plugins import Starter
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import Rows, Samples, Tokens
@@ -25,39 +24,29 @@ FOLDER = "medusa"
 """Where a run writes heads, beside its model."""
 DECAY = 0.8
 """Weight of each head's loss, relative to that of the head before it."""
-_Seconds = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+_Times = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)]
 
 
 class StepCosts(Strict):
-    """Seconds by powers of two: the first number is that of 1, the next of 2, of 4 and so on."""
+    """Times by powers of two: the first number is that of 1, the next of 2, of 4 and so on; only ratios count. The
+    defaults are those of a small model on a CPU (``benchmarks/speculation.py``).
+    """
 
-    plain: _Seconds = Field(description="Of a step of so many rows, a token each.")
-    drafted: _Seconds = Field(description="Of a step of so many tokens, three drafted ones for each row's newest.")
-    drafting: tuple[float, ...] = Field(
-        (), description="Of asking heads so often: rows times the depth of their drafts; nothing when left out."
+    plain: _Times = Field((1.0, 1.1, 1.15, 1.35, 1.7, 2.5, 4.2), description="Of a step of so many rows, a token each.")
+    drafted: _Times = Field(
+        (1.0, 1.05, 1.1, 1.2, 1.3, 1.8, 2.8, 4.9),
+        description="Of a step of so many tokens, three drafted ones for each row's newest.",
+    )
+    drafting: _Times = Field(
+        (0.1, 0.15, 0.2, 0.3, 0.35, 0.4, 0.65, 1.2),
+        description="Of asking heads so often: rows times the depth of their drafts.",
     )
 
 
-class _Costed(Speculation):
-    costs: StepCosts | None = Field(
-        None,
-        description="What steps cost, by which it is decided when to draft; measured as the run begins when left out. "
-        "With them given, runs repeat to the bit on any machine.",
-    )
-
-    def misfits_with(self, recipe: RLRecipe) -> Iterator[str]:
-        placement, engine = recipe.placement, recipe.rollout.engine
-        if isinstance(engine, VLLMEngineConfig) and (self.costs or getattr(self, "tree", None)):
-            yield "rollout.speculation.costs and tree are the native engine's; vLLM drafts chains in every step"
-        follows = isinstance(placement, AsynchronousPlacement) and placement.follow is not None
-        if follows and isinstance(engine, NativeEngineConfig) and self.costs is None:
-            yield (
-                "placement.follow repeats a run step by step, but without rollout.speculation.costs each run measures "
-                "what steps cost, and drafts by that: set the same costs for both"
-            )
+_COSTS = Field(StepCosts(), description="What steps cost, by which it is decided when to draft.")
 
 
-class HistorySpeculation(_Costed):
+class HistorySpeculation(Speculation):
     """Drafts by what followed the newest tokens elsewhere: in the prompt and in other answers to it, of this step and
     of earlier ones.
     """
@@ -65,6 +54,7 @@ class HistorySpeculation(_Costed):
     type: Literal["history"] = "history"
     min_match: Tokens = Field(3, ge=1, description="Newest tokens that must stand elsewhere, in this order.")
     max_draft: Tokens = Field(6, ge=1, le=32, description="Tokens of a draft.")
+    costs: StepCosts = _COSTS
 
 
 class HeadTraining(Strict):
@@ -74,7 +64,7 @@ class HeadTraining(Strict):
     optim: OptimConfig = OptimConfig(lr=1e-3)
 
 
-class MedusaSpeculation(_Costed):
+class MedusaSpeculation(Speculation):
     """Drafts by Medusa heads, trained by ``quartet medusa``."""
 
     type: Literal["medusa"] = "medusa"
@@ -85,6 +75,7 @@ class MedusaSpeculation(_Costed):
         description="In place of depth, a tree: a path per drafted token, of ranks among the heads' tokens. [0, 2] is "
         "the second head's third token behind the first head's first. Every path continues another by one rank.",
     )
+    costs: StepCosts = _COSTS
     train: HeadTraining | None = Field(None, description="The heads learn along with the actor; else they stay.")
 
     @property
@@ -112,15 +103,16 @@ class MedusaSpeculation(_Costed):
             yield "depth and tree both say what is drafted; leave one out"
 
     def misfits_with(self, recipe: RLRecipe) -> Iterator[str]:
-        yield from super().misfits_with(recipe)
-        sharding = recipe.actor.sharding
+        sharding, runs_vllm = recipe.actor.sharding, isinstance(recipe.rollout.engine, VLLMEngineConfig)
+        if runs_vllm and self.tree is not None:
+            yield "rollout.speculation.tree is the native engine's; vLLM drafts chains: set depth"
         if self.learns and max(sharding.context, sharding.tensor) > 1:
             yield (
                 "rollout.speculation.train learns from hidden states that one process has as a whole, but "
                 f"actor.sharding cuts them (context {sharding.context}, tensor {sharding.tensor}): leave train out, or "
                 "shard by processes alone"
             )
-        if self.learns and isinstance(recipe.rollout.engine, VLLMEngineConfig) and recipe.actor.train.lora is not None:
+        if self.learns and runs_vllm and recipe.actor.train.lora is not None:
             yield (
                 "rollout.speculation.train sends heads beside the weights, but vLLM is sent adapters alone "
                 "(actor.train.lora): leave train out, or use the native engine"

@@ -8,24 +8,21 @@ Answers of one policy to one prompt repeat each other, those of a policy that wa
 so. The answers are kept as tokens (``Answers``, of bounded size); a suffix automaton of a prompt and its answers exists
 while requests with that prompt run.
 
-A proposer offers tokens to follow each running request's newest one; the engine verifies all of them in one forward
+A drafter offers tokens to follow each running request's newest one; the engine verifies all of them in one forward
 (``NativeEngine.step``) and keeps those that it would have drawn anyway. How many are drafted is decided by counts
-alone: running rows, tokens on offer, the share of drafted tokens kept so far by their place in the tree, and what steps
-cost, which was measured once. No clock runs, so a run that goes on from a checkpoint decides as it would have.
+alone: running rows, tokens on offer, the share of drafted tokens kept so far by their place in the tree, and what the
+recipe says that steps cost. No clock runs, so that a run repeats.
 
 Depth 1 is the first drafted token of a row.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,26 +34,19 @@ from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.drafter import DraftTree, chain
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Request, SamplingParams
+from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.sampler import SamplingRows, sample_tokens
 from quartet.rollout.scheduler import Response
 from quartet.train.state import REST, tensors_of
 
 _DRAFT = 3
-"""Tokens drafted per row where the cost of drafted steps is measured; of ``StepCosts.drafted`` in a recipe, too."""
-_MOST = 7
-"""Tokens drafted per row up to which costs are measured where many rows run; those of more go on in a straight line."""
-_PROMPT = 64
-"""Most tokens of a prompt."""
-_REPEATS = 5
+"""Tokens drafted per row in the steps that ``StepCosts.drafted`` has the cost of."""
 
 
 def cost(table: Sequence[float], num: int) -> float:
     """Reads the cost of ``num`` at least 1: between the powers of two in a straight line; behind the last as between
     the last two.
     """
-    if not table:
-        return 0.0
     if len(table) == 1:
         return table[0]
     at = min(num.bit_length() - 1, len(table) - 2)
@@ -71,77 +61,6 @@ def drafted_cost(costs: StepCosts, num_rows: int, num_tokens: int) -> float:
     return cost(costs.drafted, num_tokens) + cost(costs.plain, num_rows) - cost(costs.plain, measured_rows)
 
 
-def measure(
-    engine: NativeEngine,
-    max_running: int,
-    proposer: Proposer,
-    computing: Callable[[], AbstractContextManager[object]],
-    like: Request,
-) -> StepCosts:
-    """Runs steps of an engine that holds nothing; its counts and cache are of no use afterwards.
-
-    More rows or tokens never cost less: what was measured so is noise, from which larger sizes would be judged. On a
-    CPU the clock is that of this thread's own computing, which stands still while other processes have the core.
-
-    Args:
-        max_running: rows up to which plain steps are measured.
-        proposer: its drafts cost next to nothing, unless they are made from hidden states.
-        computing: in which it is asked for drafts.
-        like: of whose kind requests run. Each has a prompt of its own, as in the tail of a rollout.
-    """
-    tree, prompt = proposer.tree, like.prompt_ids[:_PROMPT]
-    clock = time.thread_time if engine.packed.device.type == "cpu" else time.perf_counter
-    # Enough tokens for all steps, also while some of the requests still wait for their prompts.
-    most_new = (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + max_running // 8
-    sampling = replace(like.sampling, max_new_tokens=most_new, stop_token_ids=(), stop_strings=())
-
-    def begin(num_rows: int) -> None:
-        engine.cancel([response.request.request_id for response in engine.running])
-        for row in range(num_rows):
-            name, own = str(row), (*prompt[1:], row % engine.packed.vocab_size)
-            engine.submit([Request(name, name, own, replace(sampling, seed=row))])
-        for _ in range(1 + num_rows // 8):
-            if len(engine.running) < num_rows:
-                engine.step()
-
-    def draft(depth: int) -> None:
-        with computing():
-            proposer.draft(engine.running, [node for node, at in enumerate(tree.depths) if at <= depth])
-
-    def step_with(length: int) -> None:
-        for response in engine.running:
-            response.propose([0] * min(length, response.max_tokens - len(response.token_ids) - 1))
-        engine.step()
-
-    def seconds(num_rows: int, work: Callable[[], object]) -> float:
-        """Measures the least seconds of several runs: whatever disturbs one makes it longer."""
-        begin(num_rows)
-        work()
-        found = []
-        for _ in range(_REPEATS):
-            began = clock()
-            work()
-            found.append(clock() - began)
-        return min(found)
-
-    def powers(most: int) -> list[int]:
-        return [1 << power for power in range(most.bit_length())]
-
-    plain = [seconds(num, engine.step) for num in powers(max_running)]
-    drafting, drafted = [], []
-    for num in powers(max_running * tree.depth if proposer.reads_hidden else 0):
-        num_rows = -(-num // tree.depth)
-        drafting.append(seconds(num_rows, partial(draft, -(-num // num_rows))))
-    for num in powers(max(1 + len(tree), max_running * (1 + min(len(tree), _MOST)))):
-        num_rows = min(max(1, num // (1 + _DRAFT)), max_running)
-        drafted.append(seconds(num_rows, partial(step_with, num // num_rows - 1)))
-    growing = [tuple(accumulate(found, max)) for found in (plain, drafted, drafting)]
-    return StepCosts(plain=growing[0], drafted=growing[1], drafting=growing[2])
-
-
-PROBE_EVERY = 256
-"""Steps in which fewer tokens are drafted than could be, until one row gets all of its draft: acceptance may have
-changed. Such a step may take twice as long as a plain one."""
 _MARGIN = 1.02
 """By so much drafting must promise to be quicker."""
 _WINDOW = 4096
@@ -200,77 +119,77 @@ class Acceptance:
             recent[:] = saved
 
 
-class Speculator:
-    """The ``Drafter`` of a proposer: running requests get drafts of as many of its tokens as pay.
+class Speculator(ABC):
+    """A ``Drafter`` that has as many of its tokens verified as pay.
 
     Args:
-        costs: None: the engine measures them before its first step.
+        tree: a whole draft.
+        costs: of steps.
+
+    Attributes:
+        reads_hidden: drafts are made from ``Response.hidden``.
     """
 
-    def __init__(self, proposer: Proposer, costs: StepCosts | None = None) -> None:
-        self.proposer = proposer
-        self.reads_hidden = proposer.reads_hidden
+    reads_hidden = False
+
+    def __init__(self, tree: DraftTree, costs: StepCosts) -> None:
+        self.tree = tree
         self.costs = costs
-        self.acceptance = Acceptance(proposer.tree)
-        self._num_shortened = 0
+        self.acceptance = Acceptance(tree)
         self._marked: dict[str, Any] | None = None
+
+    @abstractmethod
+    def lengths(self, running: Sequence[Response]) -> list[int]:
+        """Returns the depth down to which it could draft for each, that of ``tree`` at most; costs little."""
+
+    @abstractmethod
+    def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Drafts tokens for each: of these nodes of ``tree``, as far as it can."""
+
+    def finished(self, response: Response) -> None:  # noqa: B027 (most need not know)
+        """Is told that a response ended by itself, and has all its tokens."""
+
+    def forget(self, response: Response) -> None:  # noqa: B027
+        """Is told that a response ended, in whatever way."""
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Returns what a trainer sends with the model's own weights, named."""
+        return ()
+
+    def learned(self) -> dict[str, Tensor]:
+        """Returns what it has learned, by name; not changed by what follows."""
+        return {}
+
+    def load_learned(self, learned: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Takes up what ``learned`` gave."""
 
     def propose(
         self, engine: NativeEngine, computing: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        if self.costs is None:
-            like = next(iter(engine.held.values())).request
-            self.costs = measure(engine.empty(), engine.max_running, self.proposer, computing, like)
-        running, tree = engine.running, self.proposer.tree
+        running, tree = engine.running, self.tree
         # Behind a draft one token more is sampled.
         room = [min(tree.depth, r.max_tokens - len(r.token_ids) - 1) for r in running]
-        if not any(n > 0 for n in room):
-            return
         # What is on offer need not be looked at where even whole drafts of all would not pay.
-        if nodes := self.nodes(room):
-            room = [min(n, m) for n, m in zip(room, self.proposer.lengths(running), strict=True)]
-            nodes = self.nodes(room)
-        probes = len(nodes) < len(tree) and self._num_shortened >= PROBE_EVERY
-        self._num_shortened = 0 if probes else self._num_shortened + (len(nodes) < len(tree))
-        if nodes:
-            self._draft(running, nodes, room, computing)
-        if probes:
-            longest = max(running, key=lambda r: r.max_tokens - len(r.token_ids))
-            depth = min(longest.max_tokens - len(longest.token_ids) - 1, *self.proposer.lengths([longest]))
-            self._draft([longest], range(len(tree)), [depth], computing)
-
-    def verified(self, response: Response, kept: Sequence[int], *, ended: bool) -> None:
-        self.acceptance.note(response.tree, kept, ended=ended)
-
-    def finished(self, response: Response) -> None:
-        self.proposer.finished(response)
-
-    def forget(self, response: Response) -> None:
-        self.proposer.forget(response)
-
-    def by_depth(self) -> tuple[Sequence[int], Sequence[int]]:
-        return self.acceptance.drafted, self.acceptance.kept
-
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        return self.proposer.weights()
-
-    def _draft(
-        self,
-        running: Sequence[Response],
-        nodes: Sequence[int],
-        room: Sequence[int],
-        computing: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        """Drafts these nodes for each, down to the depth that it has room for."""
-        tree = self.proposer.tree.only(nodes)
+        if not any(n > 0 for n in room) or not self.nodes(room):
+            return
+        room = [min(n, m) for n, m in zip(room, self.lengths(running), strict=True)]
+        if not (nodes := self.nodes(room)):
+            return
+        tree = tree.only(nodes)
         with computing():
-            drafts = self.proposer.draft(running, nodes)
+            drafts = self.draft(running, nodes)
         for response, draft, n in zip(running, drafts, room, strict=True):
             fitting = [i for i, depth in enumerate(tree.depths) if depth <= n]
             response.propose([draft[i] for i in fitting], tree.only(fitting))
 
+    def verified(self, response: Response, kept: Sequence[int], *, ended: bool) -> None:
+        self.acceptance.note(response.tree, kept, ended=ended)
+
+    def by_depth(self) -> tuple[Sequence[int], Sequence[int]]:
+        return self.acceptance.drafted, self.acceptance.kept
+
     def nodes(self, lengths: Sequence[int]) -> list[int]:
-        """Decides what to draft of the proposer's tree, for the most tokens per second; nothing where plain decoding
+        """Decides what to draft of the tree, for the most tokens per second; nothing where plain decoding
         has that.
 
         Nodes are taken by their chance of being kept, as many as pay: parents come before their children by themselves.
@@ -278,8 +197,7 @@ class Speculator:
         Args:
             lengths: depth on offer for each running request.
         """
-        assert self.costs is not None, "measured before the first step"
-        tree, num_rows = self.proposer.tree, len(lengths)
+        tree, num_rows = self.tree, len(lengths)
         reaching = [sum(n >= depth for n in lengths) for depth in range(1 + tree.depth)]
         chances: list[float] = []
         for node, parent in enumerate(tree.parents):
@@ -292,7 +210,7 @@ class Speculator:
             depth = max(depth, tree.depths[node])
             gained += reaching[tree.depths[node]] * chances[node]
             num_tokens += reaching[tree.depths[node]]
-            making = cost(self.costs.drafting, num_rows * depth)
+            making = cost(self.costs.drafting, num_rows * depth) if self.reads_hidden else 0.0
             seconds = (drafted_cost(self.costs, num_rows, num_tokens) + making) / gained
             if seconds < least:
                 best, least = i + 1, seconds
@@ -306,23 +224,15 @@ class Speculator:
         return self._marked
 
     def state(self) -> dict[str, Any]:
-        """Returns the state as of the last ``mark``: the proposer's tensors by name, and all plain values
-        as ``REST``.
-        """
+        """Returns the state as of the last ``mark``: what was learned, and the acceptance as ``REST``."""
         return self._state() if self._marked is None else self._marked
 
     def _state(self) -> dict[str, Any]:
-        own = {"acceptance": self.acceptance.state(), "shortened": self._num_shortened}
-        costs = None if self.costs is None else self.costs.model_dump()
-        return {**self.proposer.state(), REST: {**own, "costs": costs}}
+        return {**self.learned(), REST: {"acceptance": self.acceptance.state()}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        rest = state[REST]
-        self.acceptance.load(rest["acceptance"])
-        self._num_shortened = rest["shortened"]
-        if rest["costs"] is not None:
-            self.costs = StepCosts(**rest["costs"])
-        self.proposer.load(tensors_of(state))
+        self.acceptance.load(state[REST]["acceptance"])
+        self.load_learned(tensors_of(state))
         self._marked = None
 
 
@@ -482,43 +392,6 @@ class Answers:
                 self.add(prompt, next(texts))
 
 
-class Proposer(ABC):
-    """What tokens might follow, whether or not it pays to verify them.
-
-    Attributes:
-        tree: a whole draft.
-        reads_hidden: drafts are made from ``Response.hidden``.
-    """
-
-    tree: DraftTree
-    reads_hidden = False
-
-    @abstractmethod
-    def lengths(self, running: Sequence[Response]) -> list[int]:
-        """Returns the depth down to which it could draft for each, that of ``tree`` at most; costs little."""
-
-    @abstractmethod
-    def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Drafts tokens for each: of these nodes of ``tree``, as far as it can."""
-
-    def finished(self, response: Response) -> None:  # noqa: B027 (most need not know)
-        """Is told that a response ended by itself, and has all its tokens."""
-
-    def forget(self, response: Response) -> None:  # noqa: B027
-        """Is told that a response ended, in whatever way."""
-
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Returns what a trainer sends with the model's own weights, named."""
-        return ()
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns what it has learned, as tensors by name; not changed by what follows."""
-        return {}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Takes up what ``state`` gave."""
-
-
 @dataclass
 class _Place:
     """Where a running request's text stands in the automaton of its prompt, after ``num_read`` of its tokens."""
@@ -530,15 +403,15 @@ class _Place:
     draft: Sequence[int] = ()
 
 
-class HistoryDrafter(Proposer):
+class HistoryDrafter(Speculator):
     """
     Args:
         min_match: newest tokens that must stand in the texts.
         max_draft: tokens of a draft.
     """
 
-    def __init__(self, min_match: int, max_draft: int) -> None:
-        self.tree = chain(max_draft)
+    def __init__(self, min_match: int, max_draft: int, costs: StepCosts) -> None:
+        super().__init__(chain(max_draft), costs)
         self.answers = Answers()
         self._min_match = min_match
         self._automata: dict[Prompt, SuffixAutomaton] = {}
@@ -591,11 +464,11 @@ class HistoryDrafter(Proposer):
         if all(other.request.prompt_ids != prompt for other in self._places):
             del self._automata[prompt]
 
-    def state(self) -> dict[str, Tensor]:
+    def learned(self) -> dict[str, Tensor]:
         return self.answers.state()
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        self.answers.load(state)
+    def load_learned(self, learned: Mapping[str, Tensor]) -> None:
+        self.answers.load(learned)
 
 
 def _add(automaton: SuffixAutomaton, prompt: Prompt, answer: Sequence[int], limit: int) -> None:
@@ -622,14 +495,14 @@ def branching(paths: Sequence[Sequence[int]]) -> DraftTree:
     return DraftTree(parents, tuple(range(len(paths))))
 
 
-class HeadDrafter(Proposer):
+class HeadDrafter(Speculator):
     """The likeliest tokens of each head, or, of requests that race (``draw: gumbel``), those that their own noise would
     draw there first.
 
     Args:
         heads: hidden states ``[B, D]`` and a depth K to logits ``[B, K, V]``; of depth 1 is the token after the newest.
         paths: a draft's nodes by ranks among the heads' tokens (``branching``).
-        learned: weights of the heads that a trainer sends, named.
+        sent: weights of the heads that a trainer sends, named.
     """
 
     reads_hidden = True
@@ -638,11 +511,12 @@ class HeadDrafter(Proposer):
         self,
         heads: Callable[[Tensor, int], Tensor],
         paths: Sequence[Sequence[int]],
-        learned: Sequence[tuple[str, Tensor]] = (),
+        costs: StepCosts,
+        sent: Sequence[tuple[str, Tensor]] = (),
     ) -> None:
-        self.tree = branching(paths)
+        super().__init__(branching(paths), costs)
         self._ranks = [path[-1] for path in paths]
-        self._learned = learned
+        self._sent = sent
         self._heads = heads
 
     def lengths(self, running: Sequence[Response]) -> list[int]:
@@ -653,9 +527,7 @@ class HeadDrafter(Proposer):
         depths, ranks = [self.tree.depths[node] - 1 for node in nodes], [self._ranks[node] for node in nodes]
         depth = 1 + max(depths)
         flat = self._heads(torch.stack([r.hidden for r in running if r.hidden is not None]), depth).flatten(0, 1)
-        # Of a vocabulary with fewer tokens than ranks the last one has the ranks behind it, too.
-        num = min(1 + max(ranks), flat.shape[1])
-        ranks = [min(rank, num - 1) for rank in ranks]
+        num = 1 + max(ranks)
         how = [r.request.sampling if r.request.sampling.draw == "gumbel" else _LIKELIEST for r in running]
         rows = SamplingRows.build([params for params in how for _ in range(depth)], flat.shape[1], flat.device)
         places = np.array([len(r.token_ids) + i for r in running for i in range(depth)], dtype=np.uint64)
@@ -664,11 +536,11 @@ class HeadDrafter(Proposer):
         return found
 
     def weights(self) -> Sequence[tuple[str, Tensor]]:
-        return self._learned
+        return self._sent
 
 
 def history(config: HistorySpeculation, packed: PackedCausalLM, model: None) -> Speculator:
-    return Speculator(HistoryDrafter(config.min_match, config.max_draft), config.costs)
+    return HistoryDrafter(config.min_match, config.max_draft, config.costs)
 
 
 def medusa(config: MedusaSpeculation, packed: PackedCausalLM, heads: MedusaHeads | None) -> Speculator:
@@ -679,12 +551,12 @@ def medusa(config: MedusaSpeculation, packed: PackedCausalLM, heads: MedusaHeads
     Raises:
         UserError: heads that are not there, or are another trunk's.
     """
-    learned: Sequence[tuple[str, Tensor]] = ()
+    sent: Sequence[tuple[str, Tensor]] = ()
     if heads is None:
         heads = load_heads(config, packed)
-        learned = tuple(heads.weights()) if config.learns else ()
+        sent = tuple(heads.weights()) if config.learns else ()
     paths = config.tree or [(0,) * depth for depth in range(1, heads.depth + 1)]
-    return Speculator(HeadDrafter(heads, paths, learned), config.costs)
+    return HeadDrafter(heads, paths, config.costs, sent)
 
 
 def load_heads(config: MedusaSpeculation, packed: PackedCausalLM) -> MedusaHeads:

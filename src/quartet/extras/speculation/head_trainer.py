@@ -52,12 +52,10 @@ from quartet.train.state import (
     model_tensors,
     optimizer_tensors,
     shapes_of,
-    tensors_of,
 )
 
 HIDDEN = Needs(hidden=True)
 """The states that ``HeadTrainer`` learns from, of the tokens under ``loss_mask``."""
-TOP = 5
 _LOGIT_BYTES = 1 << 26
 """Most bytes of the logits of all heads that exist at a time."""
 
@@ -154,21 +152,18 @@ class HeadTrainer:
 
         Returns:
             ``eval/loss``; by depth ``medusa/accepted_depth_<k>``, how often heads 1 … k all have the token as their
-            likeliest, and ``medusa/top_5_depth_<k>``; ``medusa/tokens_per_forward``, one and the accepted ones.
+            likeliest; ``medusa/tokens_per_forward``, one and the accepted ones.
         """
         sums, depth = MetricSums(), self.heads.depth
         for hidden, batch in found:
             labels = future_labels(batch, depth)
             for states_MD, labels_MK in self._chunks(hidden, labels, labelled(labels)):
                 logits, has = self.heads(states_MD), labels_MK >= 0
-                # Among the first TOP in their order, the first of which is the likeliest.
-                top = logits.topk(min(TOP, logits.shape[-1])).indices == labels_MK.unsqueeze(-1)
-                chain = top[..., 0].cumprod(1)
+                chain = (logits.argmax(-1) == labels_MK).cumprod(1)
                 losses = F.cross_entropy(logits.transpose(1, 2), labels_MK, ignore_index=-1, reduction="none")
                 for k in range(depth):
                     sums.mean(f"loss_{k}", losses[:, k], has[:, k])
                     sums.mean(f"medusa/accepted_depth_{k + 1}", chain[:, k], has[:, k])
-                    sums.mean(f"medusa/top_{TOP}_depth_{k + 1}", top[:, k].any(-1), has[:, k])
         figures = sums.results()
         losses_K = [figures.pop(f"loss_{k}", 0.0) for k in range(depth)]
         accepted = sum(value for name, value in figures.items() if name.startswith("medusa/accepted"))
@@ -190,24 +185,23 @@ class HeadTrainer:
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns everything an exact resume needs, named as in ``train.state``."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        rest = {"groups": groups, "num_updates": self.num_updates, "num_skipped": self.num_skipped}
+        """Returns everything an exact resume needs, named as in ``train.state``, and as beside a trunk's."""
+        rest = {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
         return {**self._tensors(), REST: rest}
 
+    def _named(self) -> dict[str, Tensor]:
+        return {PREFIX + name: parameter for name, parameter in self.heads.named_parameters()}
+
     def _tensors(self) -> dict[str, Tensor]:
-        named = dict(self.heads.named_parameters())
-        return {**model_tensors(named), **optimizer_tensors(self.optimizer, named)}
+        return {**model_tensors(self._named()), **optimizer_tensors(self.optimizer, self._named())}
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
         """Gives tensors to load a saved state into, as ``TrainEngine.loading`` does."""
-        make_optimizer_tensors(self.optimizer, dict(self.heads.named_parameters()), saved)
+        make_optimizer_tensors(self.optimizer, self._named(), saved)
         live = self._tensors()
         check_fit(shapes_of(live), saved, "train the heads that the run began with, or choose another output_dir")
         yield live
-        for group, values in zip(self.optimizer.param_groups, rest["groups"], strict=True):
-            group.update(values)
         self.num_updates, self.num_skipped = rest["num_updates"], rest["num_skipped"]
 
 
@@ -274,7 +268,7 @@ class Companion:
         self._engine = engine
         self._tokens_per_step = config.tokens_per_step
         self._seed = seed
-        self._trainer = HeadTrainer(heads, config.optim, total_steps=engine.total_steps)
+        self.trainer = HeadTrainer(heads, config.optim, total_steps=engine.total_steps)
         self._kept: list[tuple[Tensor | None, Tensor, Tensor]] = []  # states, is_here, labels
 
     def watch(self, batch: RaggedBatch, objective: Objective, num_updates: int) -> Watched:
@@ -285,7 +279,7 @@ class Companion:
         labels = future_labels(batch, self.heads.depth)
         rows = labelled(labels)
         if len(rows) > most:
-            number = self._trainer.num_updates + self._trainer.num_skipped + len(self._kept)
+            number = self.trainer.num_updates + self.trainer.num_skipped + len(self._kept)
             picked = np.sort(np.random.default_rng([self._seed, number]).choice(len(rows), most, replace=False))
             rows = rows[sent(torch.from_numpy(picked), rows.device)]
         return Watched(objective, batch, rows, labels[rows])
@@ -311,13 +305,13 @@ class Companion:
             for states, is_here, labels in kept:
                 whole = states if self._engine.num_ranks == 1 else self._joined(states, is_here)
                 assert whole is not None, "every position is in a pass"
-                self._trainer.learn(whole, labels, torch.arange(len(labels)), sums)
+                self.trainer.learn(whole, labels, torch.arange(len(labels)), sums)
         figures = sums.results()
         return {
             **{f"heads/{name}": value for name, value in figures.items() if name.startswith("accuracy")},
             "heads/loss": figures["loss"] / len(kept),
             "heads/tokens": float(sum(len(labels) for *_, labels in kept)),
-            "heads/skipped_steps": float(self._trainer.num_skipped),
+            "heads/skipped_steps": float(self.trainer.num_skipped),
         }
 
     def _joined(self, states: Tensor | None, is_here: Tensor) -> Tensor:
@@ -334,20 +328,6 @@ class Companion:
     def num_bytes(self) -> int:
         """Of the heads, their gradients and their moments."""
         return 4 * sum(p.nbytes for p in self.heads.parameters())
-
-    # State -----------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Returns what ``HeadTrainer.state`` does, tensors named as beside a trunk's."""
-        state = self._trainer.state()
-        tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
-        return {**tensors, REST: state[REST]}
-
-    @contextmanager
-    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """Gives tensors to load a saved state into, as ``TrainEngine.loading`` does, by the names of ``state``."""
-        with self._trainer.loading({n.removeprefix(PREFIX): shape for n, shape in saved.items()}, rest) as live:
-            yield {PREFIX + name: tensor for name, tensor in live.items()}
 
 
 class CompanionWorker(TrainWorker):
@@ -380,15 +360,15 @@ class CompanionWorker(TrainWorker):
         return {mode: size + self.companion.num_bytes for mode, size in super().sizes().items()}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        state, own = super().checkpoint_state(), self.companion.state()
+        state, own = super().checkpoint_state(), self.companion.trainer.state()
         return {**state, **own, REST: {**state[REST], "companion": own[REST]}}
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        of_heads = {name: shape for name, shape in saved.items() if name.startswith(PREFIX)}
+        of_heads = {name: shape for name, shape in saved.items() if PREFIX in name}
         others = {name: shape for name, shape in saved.items() if name not in of_heads}
         with (
-            self.companion.loading(of_heads, rest.get("companion", {})) as theirs,
+            self.companion.trainer.loading(of_heads, rest.get("companion", {})) as theirs,
             super().loading(others, rest) as live,
         ):
             yield {**live, **theirs}

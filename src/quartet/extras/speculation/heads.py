@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from quartet.config import UserError
 from quartet.extras.speculation.config import FOLDER, PREFIX
 from quartet.models.directories import WHOLE, save_tensors
-from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.vllm.start import Drafts
 from quartet.text.loading import local_or_hub
@@ -165,7 +164,7 @@ class MedusaHeads(nn.Module):
             "medusa_fc_bias": False,
             "original_lm_head": self.lm_heads is None,
             "logit_scale": self.trunk.logit_scale,
-            "trunk": {"path": str(self.trunk.model.name_or_path), "sha256": trunk_digest(self.trunk)},
+            "trunk": str(self.trunk.model.name_or_path),
         }
         if not self.trunk.gather.is_first:
             return
@@ -187,7 +186,16 @@ class MedusaHeads(nn.Module):
         path = Path(local_or_hub(path, "heads", FOLDER))
         try:
             config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-            _check_trunk(path, config, trunk)
+            there, here = (
+                (config["hidden_size"], config["vocab_size"]),
+                (trunk.head.in_features, trunk.head.out_features),
+            )
+            if there != here:
+                raise UserError(
+                    "the Medusa heads were trained on another model",
+                    found=f"hidden size and vocabulary {there} in {path} of {config['trunk']!r}, {here} here",
+                    remedy="name the heads of this model, or train some by quartet medusa",
+                )
             shape = {"layers": config["num_hidden_layers"], "shared_head": config["original_lm_head"]}
             num = config["num_heads"]
             if depth is not None and depth > num:
@@ -207,41 +215,6 @@ class MedusaHeads(nn.Module):
                 remedy="name a directory that quartet medusa has written (what its run calls medusa/)",
             ) from error
         return heads
-
-
-def _check_trunk(path: Path, config: dict[str, Any], trunk: PackedCausalLM) -> None:
-    """Compares the trunk by its sizes, and by its weights where they are here as a whole.
-
-    Raises:
-        UserError: the heads are of another trunk.
-    """
-    there, own = (config["hidden_size"], config["vocab_size"]), (trunk.head.in_features, trunk.head.out_features)
-    same = there == own
-    if same and trunk.gather is WHOLE and trunk.device.type != "meta":
-        same = trunk_digest(trunk) == config["trunk"]["sha256"]
-    if not same:
-        raise UserError(
-            "the Medusa heads were trained on another model",
-            found=f"heads {path} of {config['trunk']['path']!r} (hidden size, vocabulary {there}), model "
-            f"{trunk.model.name_or_path!r} ({own})",
-            remedy="name the heads of this model, or train some by quartet medusa",
-        )
-
-
-def trunk_digest(trunk: PackedCausalLM) -> str:
-    """Returns the SHA-256 of every weight under its name, as without adapters; tied ones count once. Of a sharded trunk
-    the first rank gets it, and all call.
-    """
-
-    def named() -> Iterator[tuple[str, Tensor]]:
-        seen = set[int]()
-        for name, tensor in sorted(trunk.model.state_dict(keep_vars=True).items()):
-            if id(tensor) not in seen and (whole := trunk.gather.whole(tensor)) is not None:
-                yield name, whole
-            seen.add(id(tensor))
-
-    with trunk.without_adapters():
-        return digest_of(named())
 
 
 _LONGEST_MATCH = 16

@@ -25,7 +25,8 @@ from quartet.config.common import DataConfig
 from quartet.data.datasets import PromptData, SFTData, SFTItem
 from quartet.extras.speculation.config import FOLDER, MedusaRecipe
 from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
-from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
+from quartet.extras.speculation.heads import MedusaHeads
+from quartet.models.lora import digest_of
 from quartet.models.memory import drop_derived
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request
@@ -85,7 +86,9 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
         found = {"data": self.data, "evaluation_data": self.evaluation}
         self._asked = {key: self._requests(key, data) for key, data in found.items() if data is not None}
         about = [[one.request_id, *one.prompt_ids] for asked in self._asked.values() for one in asked]
-        self._cache = EvaluationCache(path / "finished" / "answers.jsonl", [trunk_digest(self.packed), about])
+        self._cache = EvaluationCache(
+            path / "finished" / "answers.jsonl", [digest_of(self.packed.model.state_dict().items()), about]
+        )
         asked = [request for requests in self._asked.values() for request in requests]
         parts = [asked[start : start + _ANSWERS_PER_PASS] for start in range(0, len(asked), _ANSWERS_PER_PASS)]
         known = self._cache.completions

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quartet.extras.speculation import drafting
+from quartet.extras.speculation.config import StepCosts
 from quartet.extras.speculation.drafting import MAX_AUTOMATON_TOKENS, Answers, HistoryDrafter, SuffixAutomaton
 from quartet.rollout.protocol import Request
 from quartet.rollout.scheduler import RequestGroup, Response
@@ -101,7 +102,7 @@ def of_prompt(make_request: Callable[..., Request]) -> Callable[[str], Response]
 def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
     of_prompt: Callable[[str], Response],
 ) -> None:
-    drafter = HistoryDrafter(min_match=2, max_draft=3)
+    drafter = HistoryDrafter(min_match=2, max_draft=3, costs=StepCosts())
     first, second = of_prompt("a"), of_prompt("b")
     first.token_ids = [1, 2]
     assert drafter.draft([first], range(3)) == [[3, 4]], "the prompt"
@@ -118,7 +119,7 @@ def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
     third = of_prompt("c")
     third.token_ids = [1]
     assert drafter.draft([third], range(3)) == [[2, 5, 6]], "from the prompt's end on"
-    other = HistoryDrafter(min_match=2, max_draft=3)
+    other = HistoryDrafter(min_match=2, max_draft=3, costs=StepCosts())
     other.load(drafter.state())
     fourth = of_prompt("d")
     fourth.token_ids = [1]
@@ -126,7 +127,7 @@ def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
 
 
 def test_answers_of_before_leave_room_for_those_of_now(of_prompt: Callable[[str], Response]) -> None:
-    drafter = HistoryDrafter(min_match=2, max_draft=3)
+    drafter = HistoryDrafter(min_match=2, max_draft=3, costs=StepCosts())
     for number in range(3):
         drafter.answers.add(of_prompt("old").request.prompt_ids, text(50 + number, 4000))
     first, second = of_prompt("a"), of_prompt("b")

@@ -16,7 +16,6 @@ from quartet.extras.speculation.config import StepCosts
 from quartet.extras.speculation.drafting import (
     HeadDrafter,
     HistoryDrafter,
-    Proposer,
     Speculator,
     branching,
     cost,
@@ -28,7 +27,7 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Draw, FinishReason, Request
 
 Make = Callable[..., Request]
-CHEAP = StepCosts(plain=(1.0, 1.0), drafted=(1.0, 1.0))
+CHEAP = StepCosts(plain=(1.0, 1.0), drafted=(1.0, 1.0), drafting=(0.0,))
 """Drafted tokens cost nothing, so that as many are drafted as there are."""
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1)]
@@ -69,8 +68,8 @@ def decode(token_ids: Sequence[int]) -> str:
     return "".join(f"{token % 10} " for token in token_ids)
 
 
-def history() -> HistoryDrafter:
-    return HistoryDrafter(min_match=1, max_draft=4)
+def history(costs: StepCosts = CHEAP) -> HistoryDrafter:
+    return HistoryDrafter(min_match=1, max_draft=4, costs=costs)
 
 
 def run(
@@ -91,9 +90,9 @@ def run(
     return done
 
 
-def drafters(packed: PackedCausalLM) -> dict[str, Proposer]:
+def drafters(packed: PackedCausalLM) -> dict[str, Speculator]:
     heads = heads_of(packed, 3, 0.5)
-    return {"history": history(), "chain": HeadDrafter(heads, CHAIN), "tree": HeadDrafter(heads, TREE)}
+    return {"history": history(), "chain": HeadDrafter(heads, CHAIN, CHEAP), "tree": HeadDrafter(heads, TREE, CHEAP)}
 
 
 def same(found: Completion, expected: Completion, exact: bool, tolerance: tuple[float, float]) -> None:
@@ -134,8 +133,8 @@ def test_completions_are_those_of_plain_decoding(
     asked = mixed_requests(make_request, 90 if exact else 110)
     expected = run(NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids)), asked)
     assert {c.finish_reason for c in expected.values()} == {*FinishReason} - {FinishReason.CANCELLED}
-    speculator = Speculator(drafters(packed)[kind], CHEAP)
-    engine = NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids), drafter=speculator)
+    drafter = drafters(packed)[kind]
+    engine = NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids), drafter=drafter)
     times = 2 if kind == "history" else 1
     for _ in range(times):
         found = run(engine, asked)
@@ -155,8 +154,8 @@ def test_cancellations_and_new_weights_under_way(exact_processor: None, tiny: An
     asked = mixed_requests(make_request, 60)
     cancelled = [request.request_id for request in asked[::7]]
     expected = run(NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids)), asked)
-    speculator = Speculator(drafters(packed)["tree"], CHEAP)
-    engine = NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids), drafter=speculator)
+    drafter = drafters(packed)["tree"]
+    engine = NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids), drafter=drafter)
     found = run(engine, asked, cancel=cancelled, update_at=4)
     assert found.keys() == expected.keys()
     gone = 0
@@ -169,16 +168,6 @@ def test_cancellations_and_new_weights_under_way(exact_processor: None, tiny: An
             assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
     assert gone > 3
     assert {version for c in found.values() for version in c.versions} == {0, 7}
-
-
-@pytest.mark.parametrize("draw", ["inverse", "gumbel"])
-def test_a_tree_may_have_more_ranks_than_there_are_tokens(draw: Draw, tiny: Any, make_request: Make) -> None:
-    """One that has all tokens in its first place keeps one in every step."""
-    paths = [(rank,) for rank in range(tiny.packed.vocab_size + 3)]
-    drafter = HeadDrafter(heads_of(tiny.packed, 1, 0.1), paths)
-    engine = NativeEngine(tiny.packed, drafter=Speculator(drafter, CHEAP))
-    run(engine, [make_request("r", length=4, max_new_tokens=9, draw=draw)])
-    assert (engine.stats().drafted_by_depth, engine.stats().kept_by_depth) == ((4,), (4,))
 
 
 class Knowing:
@@ -215,8 +204,7 @@ def test_more_drafts_are_kept_by_the_requests_own_noise(tiny: Any, make_request:
     for draw in ways:
         heads = Knowing(tiny)
         asked = [make_request(f"r{i}", length=5, seed=i, max_new_tokens=24, draw=draw) for i in range(40)]
-        speculator = Speculator(HeadDrafter(heads, CHAIN[:1]), CHEAP)
-        heads.engine = NativeEngine(tiny.packed, max_running=80, drafter=speculator)
+        heads.engine = NativeEngine(tiny.packed, max_running=80, drafter=HeadDrafter(heads, CHAIN[:1], CHEAP))
         run(heads.engine, asked)
         stats = heads.engine.stats()
         kept[draw] = stats.kept_by_depth[0] / stats.drafted_by_depth[0]
@@ -250,7 +238,7 @@ def test_as_many_tokens_are_drafted_as_give_the_most_per_second(tiny: Any, paths
             drafted=(draw.uniform(1, 3), 3.0 + step),
             drafting=(draw.uniform(0, 0.3),),
         )
-        speculator = Speculator(HeadDrafter(heads_of(tiny.packed, 4, 0.1), paths), costs)
+        speculator = HeadDrafter(heads_of(tiny.packed, 4, 0.1), paths, costs)
         left = [1.0] * (1 + len(tree))
         for node, parent in enumerate(tree.parents):
             rate = left[1 + parent] * draw.random() ** 0.5
@@ -281,7 +269,7 @@ def test_behind_a_kept_token_that_ends_a_response_nothing_was_tried(
         asked, sampling=dataclasses.replace(asked.sampling, stop_token_ids=(plain.token_ids[3],))
     )
     assert plain.token_ids[3] not in plain.token_ids[:3]
-    engine = NativeEngine(tiny.packed, drafter=Speculator(history(), CHEAP))
+    engine = NativeEngine(tiny.packed, drafter=history())
     assert engine.drafter is not None
     engine.submit([stops])
     engine.step()
@@ -292,63 +280,25 @@ def test_behind_a_kept_token_that_ends_a_response_nothing_was_tried(
     assert (engine.drafter.acceptance.drafted, engine.drafter.acceptance.kept) == ([1, 1, 1, 0], [1, 1, 1, 0])
 
 
-def test_where_drafts_do_not_pay_one_row_is_tried_now_and_then(
-    tiny: Any, make_request: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quartet.extras.speculation.drafting.PROBE_EVERY", 64)
-    dear = StepCosts(plain=(1.0, 1.0), drafted=(9.0, 90.0))
-    speculator = Speculator(HeadDrafter(heads_of(tiny.packed, 3, 0.1), CHAIN), dear)
-    engine = NativeEngine(tiny.packed, drafter=speculator)
-    engine.submit([make_request(f"r{i}", length=4, seed=i, max_new_tokens=140) for i in range(6)])
-    drafted = []
-    while engine.has_work:
-        before = sum(engine.stats().drafted_by_depth)
-        engine.step()
-        drafted.append(sum(engine.stats().drafted_by_depth) - before)
-    assert sum(map(bool, drafted)) == 2
-    assert all(n <= 3 for n in drafted)
-    assert drafted.index(max(drafted)) >= 64
-
-
-def test_costs_are_measured_once_and_leave_the_engine_as_it_was(tiny: Any, make_request: Make) -> None:
-    asked = [make_request(f"r{i}", length=5, seed=i, max_new_tokens=8) for i in range(5)]
-    plain = NativeEngine(tiny.packed, max_running=8)
-    expected = run(plain, asked)
-    for drafter in (history(), HeadDrafter(heads_of(tiny.packed, 2, 0.1), CHAIN[:2])):
-        speculator = Speculator(drafter)
-        engine = NativeEngine(tiny.packed, max_running=8, drafter=speculator)
-        found = run(engine, asked)
-        assert {i: c.token_ids for i, c in found.items()} == {i: c.token_ids for i, c in expected.items()}
-        assert engine.stats().generated_tokens == plain.stats().generated_tokens
-        costs = speculator.costs
-        assert costs is not None
-        assert (len(costs.plain), len(costs.drafted)) == (4, (8 * (1 + len(drafter.tree))).bit_length())
-        assert all(list(table) == sorted(table) for table in (costs.plain, costs.drafted, costs.drafting))
-        assert len(costs.drafting) == (5 if drafter.reads_hidden else 0)
-        run(engine, asked)
-        assert speculator.costs is costs
-
-
 # What it remembers ---------------------------------------------------------------------------------------
 
 
 def test_an_engine_goes_on_from_the_state_of_another(tiny: Any, make_request: Make) -> None:
-    """The same drafts, by history, acceptance and costs: the answers are known when they are asked for once more."""
+    """The same drafts, by history and acceptance: the answers are known when they are asked for once more."""
     asked = [make_request(f"r{i}", length=5, group=f"g{i % 4}", seed=i, max_new_tokens=30) for i in range(12)]
     costs = StepCosts(plain=(1.0, 1.1, 1.2), drafted=(1.0, 1.0, 1.05, 1.1, 1.15, 1.4))
-    first = NativeEngine(tiny.packed, drafter=Speculator(history(), costs))
+    first = NativeEngine(tiny.packed, drafter=history(costs))
     assert first.drafter is not None
     run(first, asked)
     first.drafter.mark()
     state = first.drafter.state()
-    other = NativeEngine(tiny.packed, drafter=Speculator(history()))
+    other = NativeEngine(tiny.packed, drafter=history(costs))
     assert other.drafter is not None
     traces = []
     for engine in (first, other):
         before = engine.stats()
         if engine is other:
             other.drafter.load(state)
-            assert other.drafter.costs == costs
         run(engine, asked)
         after = engine.stats()
         columns = zip(
@@ -362,7 +312,7 @@ def test_an_engine_goes_on_from_the_state_of_another(tiny: Any, make_request: Ma
 
 def test_responses_end_without_a_trace_in_the_drafter(tiny: Any, make_request: Make) -> None:
     drafter = history()
-    engine = NativeEngine(tiny.packed, drafter=Speculator(drafter, CHEAP))
+    engine = NativeEngine(tiny.packed, drafter=drafter)
     run(engine, [make_request(f"r{i}", seed=i, max_new_tokens=9) for i in range(4)], cancel=["r1"])
     assert not drafter._places
     assert not drafter._automata

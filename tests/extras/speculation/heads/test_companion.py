@@ -141,4 +141,4 @@ def test_a_worker_goes_on_from_its_checkpoint(make_engine: Make, batch: RaggedBa
     assert {name for name in ours if name.startswith("medusa.")} == {
         f"medusa.blocks.{k}.layers.0.weight" for k in (0, 1)
     }
-    assert second.companion.state()["rest"] == whole.companion.state()["rest"]
+    assert second.companion.trainer.state()["rest"] == whole.companion.trainer.state()["rest"]

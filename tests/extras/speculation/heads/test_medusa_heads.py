@@ -96,10 +96,6 @@ def test_heads_of_another_trunk_are_refused(make_model: Make, tmp_path: Path) ->
         MedusaHeads.load(tmp_path, PackedCausalLM(make_model("llama", hidden_size=48)))
     with pytest.raises(UserError, match="more Medusa heads"):
         MedusaHeads.load(tmp_path, trunk, 4)
-    with torch.no_grad():
-        next(iter(trunk.body.parameters())).flatten()[0] += 1e-3
-    with pytest.raises(UserError, match="another model"):
-        MedusaHeads.load(tmp_path, trunk)
 
 
 @pytest.mark.parametrize("damage", ["none", "json", "cut"])
