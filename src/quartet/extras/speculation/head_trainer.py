@@ -39,7 +39,6 @@ from quartet.config.common import OptimConfig
 from quartet.extras.speculation.config import DECAY, FOLDER, PREFIX, HeadTraining, MedusaSpeculation
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
-from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import AddedLosses, TrainWorker, Update
 from quartet.train.engine import Objective, TrainEngine, build_optimizer, clip_gradients, learning_rate
 from quartet.train.forward import Needs, Outputs, leaf_rows
@@ -324,11 +323,6 @@ class Companion:
             joined[places] = theirs
         return joined
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the heads, their gradients and their moments."""
-        return 4 * sum(p.nbytes for p in self.heads.parameters())
-
 
 class CompanionWorker(TrainWorker):
     """An actor with heads that learn along. They stay on the device, are sent with its weights, and are written beside
@@ -355,9 +349,6 @@ class CompanionWorker(TrainWorker):
 
     def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
         return chain(super().sent_weights(), self.drafter_model.weights())
-
-    def sizes(self) -> dict[LeaseMode, int]:
-        return {mode: size + self.companion.num_bytes for mode, size in super().sizes().items()}
 
     def checkpoint_state(self) -> dict[str, Any]:
         state, own = super().checkpoint_state(), self.companion.trainer.state()
