@@ -5,8 +5,8 @@ Shapes: B rows, D hidden, K depth, V vocabulary, R ranks.
 Drafts from history: what followed the newest tokens in the prompt, in finished answers to it, in those of before.
 
 Answers of one policy to one prompt repeat each other, those of a policy that was trained on the prompt before even more
-so. The answers are kept as tokens (``Answers``, of bounded size); a suffix automaton of a prompt and its answers exists
-while requests with that prompt run.
+so. The answers are kept as tokens (``Answers``, of bounded size); an index of a prompt and its answers (``Texts``)
+exists while requests with that prompt run.
 
 A drafter offers tokens to follow each running request's newest one; the engine verifies all of them in one forward
 (``NativeEngine.step``) and keeps those that it would have drawn anyway. How many are drafted is decided by counts
@@ -19,10 +19,10 @@ Depth 1 is the first drafted token of a row.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -236,106 +236,58 @@ class Speculator(ABC):
         self._marked = None
 
 
-MAX_AUTOMATON_TOKENS = 8192
-"""Of an automaton, some 500 bytes each: half of them the prompt's at most, the last quarter for this step's answers."""
+MAX_TOKENS = 8192
+"""Of a prompt and its answers: half of them the prompt's at most, the last quarter for this step's answers."""
 _JOINT = 8
 """Tokens of the prompt that an answer is added with, so that the answer's beginning is found, too."""
-_MOST_LINKS = 32
-"""Suffixes of a text that count a new token. In text that repeats itself there would be as many as tokens."""
+_LONGEST, _MOST = 16, 32
+"""Newest tokens that are compared at most, and places at which they are: the latest of those that have the first."""
 
 
 Prompt = tuple[int, ...]
 
 
-class SuffixAutomaton:
-    """All substrings of several texts, and how often each token follows each of them (Blumer et al. 1985).
+class Texts:
+    """What followed each run of ``min_match`` tokens in several texts."""
 
-    State 0 is the empty string; a state is the set of places where its substrings end.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, min_match: int) -> None:
         self.num_tokens = 0
-        self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]
-        self._length = [0]
-        self._count = [0]
+        self._min_match = min_match
+        self._texts: list[Sequence[int]] = []
+        self._places: dict[Sequence[int], list[tuple[int, int]]] = {}  # text, and the token behind
 
-    def add(self, tokens: Iterable[int]) -> None:
+    def add(self, tokens: Prompt) -> None:
         """Adds one more text."""
-        last = 0
-        for token in tokens:
-            last = self._extended(last, token)
-            self.num_tokens += 1
-            state = last
-            for _ in range(_MOST_LINKS):
-                self._count[state] += 1
-                state = self._link[state]
-                if state <= 0:
-                    break
+        for end in range(self._min_match, len(tokens)):
+            place = len(self._texts), end
+            self._places.setdefault(tokens[end - self._min_match : end], []).append(place)
+        self._texts.append(tokens)
+        self.num_tokens += len(tokens)
 
-    def _extended(self, last: int, token: int) -> int:
-        """Returns the state of the text so far, at ``last``, with one more token."""
-        following, link, length = self._next, self._link, self._length
-        known = following[last].get(token)
-        if known is not None:
-            return known if length[known] == length[last] + 1 else self._split(last, token, known)
-        new = self._state({}, length[last] + 1, 0)
-        state = last
-        while state >= 0 and token not in following[state]:
-            following[state][token] = new
-            state = link[state]
-        if state >= 0:
-            known = following[state][token]
-            link[new] = known if length[known] == length[state] + 1 else self._split(state, token, known)
-        return new
-
-    def _split(self, state: int, token: int, known: int) -> int:
-        """Returns a state of its own for the substrings of ``known`` that are no longer than those of ``state`` and
-        token.
+    def after(self, tokens: Prompt, num: int) -> list[int]:
+        """Returns up to ``num`` tokens, each that which followed most often what stands before it: the longest suffix
+        that is in a text before another token.
         """
-        copy = self._state(dict(self._next[known]), self._length[state] + 1, self._link[known])
-        self._count[copy] = self._count[known]
-        self._link[known] = copy
-        while state >= 0 and self._next[state].get(token) == known:
-            self._next[state][token] = copy
-            state = self._link[state]
-        return copy
-
-    def _state(self, following: dict[int, int], length: int, link: int) -> int:
-        self._next.append(following)
-        self._length.append(length)
-        self._link.append(link)
-        self._count.append(0)
-        return len(self._next) - 1
-
-    def follow(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """Returns the state of the longest suffix that stands in the texts, after one more token, and its length.
-
-        Texts may have been added since ``state`` was found for the suffix of ``matched`` tokens.
-        """
-        while state > 0 and self._length[self._link[state]] >= matched:
-            state = self._link[state]
-        while state > 0 and token not in self._next[state]:
-            state = self._link[state]
-            matched = self._length[state]
-        found = self._next[state].get(token)
-        return (0, 0) if found is None else (found, matched + 1)
-
-    def likeliest(self, state: int, min_match: int, num: int) -> list[int]:
-        """Returns up to ``num`` tokens, each that which followed most often; the one that did so first of equals.
-
-        They follow the longest suffix that does not only end a text, if it has ``min_match`` tokens.
-        """
-        while state > 0 and not self._next[state]:
-            state = self._link[state]
-        if self._length[state] < min_match:
-            return []
         found: list[int] = []
-        while len(found) < num and (following := self._next[state]):
-            token = max(following, key=lambda t: self._count[following[t]])
+        while len(found) < num and (token := self._likeliest((*tokens, *found)[-_LONGEST:])) is not None:
             found.append(token)
-            state = following[token]
         return found
+
+    def _likeliest(self, tokens: Prompt) -> int | None:
+        """Returns the latest of those that followed most often."""
+        places = self._places.get(tokens[-self._min_match :], [])[-_MOST:]
+        if not places:
+            return None
+        sizes = [self._matched(tokens, *place) for place in places]
+        longest = max(sizes)
+        followed = [self._texts[text][end] for (text, end), n in zip(places, sizes, strict=True) if n == longest]
+        return Counter(reversed(followed)).most_common(1)[0][0]
+
+    def _matched(self, tokens: Prompt, text: int, end: int) -> int:
+        """Counts the newest of ``tokens`` that stand in a text before ``end``."""
+        before = self._texts[text][max(0, end - len(tokens)) : end]
+        pairs = zip(reversed(tokens), reversed(before), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 KEPT_TOKENS = 1_000_000
@@ -344,7 +296,7 @@ KEPT_TOKENS = 1_000_000
 
 class Answers:
     """Finished answers by prompt, of ``KEPT_TOKENS`` together with their prompts: the oldest of the prompt that was
-    answered least lately go first, and of one prompt those that its automaton would have no room for.
+    answered least lately go first, and of one prompt those that an index would have no room for.
     """
 
     def __init__(self) -> None:
@@ -364,7 +316,7 @@ class Answers:
         texts.append(answer)
         self._of.move_to_end(prompt)
         self.num_tokens += len(answer)
-        while len(texts) > 2 and sum(map(len, texts[1:])) > MAX_AUTOMATON_TOKENS:
+        while len(texts) > 2 and sum(map(len, texts[1:])) > MAX_TOKENS:
             self.num_tokens -= len(texts.pop(1))
         while self.num_tokens > KEPT_TOKENS:
             first, texts = next(iter(self._of.items()))
@@ -392,17 +344,6 @@ class Answers:
                 self.add(prompt, next(texts))
 
 
-@dataclass
-class _Place:
-    """Where a running request's text stands in the automaton of its prompt, after ``num_read`` of its tokens."""
-
-    automaton: SuffixAutomaton
-    state: int
-    matched: int
-    num_read: int = -1
-    draft: Sequence[int] = ()
-
-
 class HistoryDrafter(Speculator):
     """
     Args:
@@ -414,55 +355,45 @@ class HistoryDrafter(Speculator):
         super().__init__(chain(max_draft), costs)
         self.answers = Answers()
         self._min_match = min_match
-        self._automata: dict[Prompt, SuffixAutomaton] = {}
-        self._places: dict[Response, _Place] = {}
+        self._texts: dict[Prompt, Texts] = {}
+        self._drafts: dict[Response, tuple[int, Sequence[int]]] = {}  # by tokens so far
 
     def lengths(self, running: Sequence[Response]) -> list[int]:
-        return [len(self._read(response).draft) for response in running]
+        return [len(self._read(response)) for response in running]
 
     def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> list[Sequence[int]]:
-        return [self._read(response).draft[: len(nodes)] for response in running]
+        return [self._read(response)[: len(nodes)] for response in running]
 
-    def _read(self, response: Response) -> _Place:
-        """Goes on to the newest token."""
-        place = self._places.get(response)
-        if place is None:
-            place = self._places[response] = self._begin(response.request.prompt_ids)
-        automaton, num_tokens = place.automaton, len(response.token_ids)
-        if place.num_read < num_tokens:
-            for token in response.token_ids[max(place.num_read, 0) :]:
-                place.state, place.matched = automaton.follow(place.state, place.matched, token)
-            place.num_read = num_tokens
-            place.draft = ()
-            if place.matched >= self._min_match:
-                place.draft = automaton.likeliest(place.state, self._min_match, len(self.tree))
-        return place
+    def _read(self, response: Response) -> Sequence[int]:
+        """Returns the whole draft behind the newest token."""
+        prompt, tokens = response.request.prompt_ids, response.token_ids
+        num, draft = self._drafts.get(response, (-1, ()))
+        if num != len(tokens):
+            newest = (*prompt[-_LONGEST:], *tokens[-_LONGEST:])[-_LONGEST:]
+            draft = self._texts_of(prompt).after(newest, len(self.tree))
+            self._drafts[response] = len(tokens), draft
+        return draft
 
-    def _begin(self, prompt: Prompt) -> _Place:
-        """Returns the end of the prompt; its automaton is made where there is none."""
-        automaton = self._automata.get(prompt)
-        if automaton is None:
-            automaton = self._automata[prompt] = SuffixAutomaton()
-            automaton.add(prompt[-MAX_AUTOMATON_TOKENS // 2 :])
+    def _texts_of(self, prompt: Prompt) -> Texts:
+        if prompt not in self._texts:
+            texts = self._texts[prompt] = Texts(self._min_match)
+            texts.add(prompt[-MAX_TOKENS // 2 :])
             for answer in reversed(self.answers.of(prompt)):
-                _add(automaton, prompt, answer, MAX_AUTOMATON_TOKENS * 3 // 4)
-        state = matched = 0
-        for token in prompt[-MAX_AUTOMATON_TOKENS // 2 :]:
-            state, matched = automaton.follow(state, matched, token)
-        return _Place(automaton, state, matched)
+                _add(texts, prompt, answer, MAX_TOKENS * 3 // 4)
+        return self._texts[prompt]
 
     def finished(self, response: Response) -> None:
         prompt, tokens = response.request.prompt_ids, response.token_ids
         self.answers.add(prompt, torch.tensor(tokens, dtype=torch.int32))
-        if prompt in self._automata:
-            _add(self._automata[prompt], prompt, tokens, MAX_AUTOMATON_TOKENS)
+        if prompt in self._texts:
+            _add(self._texts[prompt], prompt, tokens, MAX_TOKENS)
 
     def forget(self, response: Response) -> None:
-        if self._places.pop(response, None) is None:
+        if self._drafts.pop(response, None) is None:
             return
         prompt = response.request.prompt_ids
-        if all(other.request.prompt_ids != prompt for other in self._places):
-            del self._automata[prompt]
+        if all(other.request.prompt_ids != prompt for other in self._drafts):
+            del self._texts[prompt]
 
     def learned(self) -> dict[str, Tensor]:
         return self.answers.state()
@@ -471,13 +402,13 @@ class HistoryDrafter(Speculator):
         self.answers.load(learned)
 
 
-def _add(automaton: SuffixAutomaton, prompt: Prompt, answer: Sequence[int], limit: int) -> None:
+def _add(texts: Texts, prompt: Prompt, answer: Sequence[int], limit: int) -> None:
     """Adds an answer, so that what follows the prompt's last tokens is known, too; of a long one as much as there is
     room for below ``limit``.
     """
-    room = limit - automaton.num_tokens
+    room = limit - texts.num_tokens
     if room > _JOINT:
-        automaton.add((*prompt[-_JOINT:], *answer)[:room])
+        texts.add((*prompt[-_JOINT:], *answer)[:room])
 
 
 _LIKELIEST = SamplingParams(temperature=0.0)

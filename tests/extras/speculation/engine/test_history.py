@@ -1,4 +1,4 @@
-"""Drafts from history: the automaton against plain search, the bound of what is kept, and how it is brought back."""
+"""Drafts from history: the index against plain search, the bound of what is kept, and how it is brought back."""
 
 from __future__ import annotations
 
@@ -11,59 +11,38 @@ import torch
 
 from quartet.extras.speculation import drafting
 from quartet.extras.speculation.config import StepCosts
-from quartet.extras.speculation.drafting import MAX_AUTOMATON_TOKENS, Answers, HistoryDrafter, SuffixAutomaton
+from quartet.extras.speculation.drafting import MAX_TOKENS, Answers, HistoryDrafter, Texts
 from quartet.rollout.protocol import Request
 from quartet.rollout.scheduler import RequestGroup, Response
 
 
-def longest_suffix(texts: Sequence[Sequence[int]], text: Sequence[int]) -> int:
-    """Tokens of the longest suffix of ``text`` that stands in one of ``texts``, by trying all."""
-    for size in range(len(text), 0, -1):
-        suffix = list(text[-size:])
-        if any(list(t[i : i + size]) == suffix for t in texts for i in range(len(t) - size + 1)):
-            return size
-    return 0
+def followers(texts: Sequence[Sequence[int]], text: Sequence[int], least: int) -> Counter[int]:
+    """How often each token follows the longest suffix of ``text`` that stands in a text before another token."""
+    for n in range(len(text), least - 1, -1):
+        found = Counter(t[i + n] for t in texts for i in range(len(t) - n) if list(t[i : i + n]) == list(text[-n:]))
+        if found:
+            return found
+    return Counter()
 
 
-def followers(texts: Sequence[Sequence[int]], suffix: Sequence[int]) -> Counter[int]:
-    """How often each token follows ``suffix``."""
-    n = len(suffix)
-    return Counter(t[i + n] for t in texts for i in range(len(t) - n) if list(t[i : i + n]) == list(suffix))
-
-
-def test_the_automaton_finds_what_plain_search_finds() -> None:
+def test_the_index_finds_what_plain_search_finds() -> None:
     """Texts are added while another is followed; few letters, so that suffixes are long and branch."""
     draw = random.Random(0)
     branched = 0
     for _ in range(60):
-        automaton, texts, state, matched = SuffixAutomaton(), list[list[int]](), 0, 0
-        own: list[int] = []
+        index, texts, own = Texts(2), list[tuple[int, ...]](), ()
         for _ in range(6):
-            texts.append([draw.randrange(3) for _ in range(draw.randrange(1, 14))])
-            automaton.add(texts[-1])
+            texts.append(tuple(draw.randrange(3) for _ in range(draw.randrange(1, 14))))
+            index.add(texts[-1])
             for _ in range(4):
-                own.append(draw.randrange(3))
-                state, matched = automaton.follow(state, matched, own[-1])
-                assert matched <= longest_suffix(texts, own)
-                assert matched == 0 or longest_suffix(texts, own[-matched:]) == matched
-                suffix = own[len(own) - matched :]
-                if matched and (counts := followers(texts, suffix)):
-                    (token,) = automaton.likeliest(state, 1, 1)
+                own = (*own, draw.randrange(3))
+                draft = index.after(own, 3)
+                assert draft or not followers(texts, own, 2)
+                for n, token in enumerate(draft):
+                    counts = followers(texts, (*own, *draft[:n])[-16:], 2)
                     assert counts[token] == max(counts.values())
                     branched += len(counts) > 1
     assert branched > 100
-
-
-def test_a_suffix_that_ends_a_text_gives_way_to_a_shorter_one() -> None:
-    automaton = SuffixAutomaton()
-    automaton.add([1, 2, 3, 9, 9])
-    automaton.add([7, 1, 2, 3])
-    state = matched = 0
-    for token in (7, 1, 2, 3):
-        state, matched = automaton.follow(state, matched, token)
-    assert matched == 4
-    assert automaton.likeliest(state, 3, 5) == [9, 9]
-    assert automaton.likeliest(state, 4, 5) == []
 
 
 def text(token: int, length: int) -> torch.Tensor:
@@ -115,7 +94,7 @@ def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
     assert drafter.draft([second], range(1)) == [[7]]
     drafter.finished(second)
     drafter.forget(second)
-    assert not drafter._automata
+    assert not drafter._texts
     third = of_prompt("c")
     third.token_ids = [1]
     assert drafter.draft([third], range(3)) == [[2, 5, 6]], "from the prompt's end on"
@@ -137,5 +116,5 @@ def test_answers_of_before_leave_room_for_those_of_now(of_prompt: Callable[[str]
     second.token_ids = [700, 701]
     drafter.finished(first)
     assert drafter.draft([second], range(3)) == [[702, 703, 704]]
-    (automaton,) = drafter._automata.values()
-    assert automaton.num_tokens <= MAX_AUTOMATON_TOKENS
+    (texts,) = drafter._texts.values()
+    assert texts.num_tokens <= MAX_TOKENS

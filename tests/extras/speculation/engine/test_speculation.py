@@ -314,6 +314,5 @@ def test_responses_end_without_a_trace_in_the_drafter(tiny: Any, make_request: M
     drafter = history()
     engine = NativeEngine(tiny.packed, drafter=drafter)
     run(engine, [make_request(f"r{i}", seed=i, max_new_tokens=9) for i in range(4)], cancel=["r1"])
-    assert not drafter._places
-    assert not drafter._automata
+    assert not drafter._drafts and not drafter._texts
     assert drafter.answers.num_tokens == 3 * (6 + 9)
