@@ -428,11 +428,11 @@ def _mixed_kinds(found: str) -> UserError:
     )
 
 
-def check_unweighted(config: DataConfig, key: str, why: str = "an evaluation uses every row once") -> None:
+def check_unweighted(config: DataConfig, key: str) -> None:
     """Refuses weights where nothing is drawn by them."""
     if any(source.weight is not None for source in config.sources):
         raise UserError(
-            f"weights say how often rows are drawn, but {why}",
+            "weights say how often rows are drawn, but an evaluation uses every row once",
             found=f"weights in {key}.sources",
             remedy="leave the weights out",
         )

@@ -29,6 +29,7 @@ def test_the_loop_takes_both_jobs_as_sections() -> None:
         (["rl.output_dir=x"], "rl.output_dir"),
         (["reward_model.seed=3"], "reward_model.seed"),
         (["rl.rewards=[{type: model, path: rm}]"], "'reward_model'"),
+        (["reward_model.data={sources: [{path: a, weight: 1}, {path: b, weight: 2}]}"], "learns from all pairs"),
         (["rl.actor.model=null"], "rl.actor.model.path"),
         (["collect.labeller=null"], "collect.labeller"),
     ],

@@ -100,10 +100,3 @@ def test_bad_rows_stop_the_run_before_anything_is_written(
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="token_budget is too small"):
         trainer(tmp_path / "run", causal_lm(), tokenizer, rows, train=TrainConfig(token_budget=5))
-
-
-@pytest.mark.parametrize("content", ["{", "{}"])
-def test_a_damaged_settings_file_is_reported(content: str, tmp_path: Path) -> None:
-    (tmp_path / "process_reward.json").write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match="of a process reward model cannot be read"):
-        load_step_separator(str(tmp_path))

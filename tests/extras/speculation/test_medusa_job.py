@@ -147,7 +147,6 @@ def test_a_budget_below_the_longest_answer_is_refused(
     [
         ({"cluster": {"type": "ray"}}, "heads train in one process"),
         ({"train": TrainConfig(lora=LoRAConfig())}, "the model stays as it is"),
-        ({"samples_per_prompt": 2, "sampling": SamplingConfig(temperature=0.0)}, "would be the same"),
         ({"sampling": SamplingConfig(truncated_logprobs=True)}, "has no effect here"),
         ({"heads": {"depth": 0}}, "depth"),
     ],

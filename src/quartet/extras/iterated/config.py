@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from quartet.config.choices import RewardConfig
-from quartet.config.common import Strict
+from quartet.config.common import DataConfig, Strict
 from quartet.config.plugins import Starter
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.run import TrainingRecipe
@@ -47,6 +47,8 @@ class IteratedRecipe(TrainingRecipe):
                 yield f"{name}.output_dir, {name}.seed, {name}.device are the loop's: set them at the top"
         if self.rl.actor.model is None or self.reward_model.model is None:
             yield "set rl.actor.model.path and reward_model.model.path, where the first round starts"
+        if any(part.weight is not None for part in (self.reward_model.data or DataConfig()).sources):
+            yield "reward_model.data.sources have weights, but a round learns from all pairs: leave them out"
         if any(source.name == REWARD for source in self.rl.rewards):
             yield f"rl.rewards has one called {REWARD!r}, as the trained one is: rename it"
 

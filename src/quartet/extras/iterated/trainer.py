@@ -4,8 +4,7 @@
 
     data/answers_round_1.jsonl   the policy's answers with their labels
     data/pairs_round_1.jsonl     the round's fresh pairs
-    data/pairs_until_1.jsonl     what its reward model is trained on: the recipe's pairs and all fresh ones
-    round_1_reward_model/        a run of its own
+    round_1_reward_model/        a run of its own, on the recipe's pairs and those of all rounds so far
     round_1_rl/                  a run of its own, which starts from the policy before
     model, reward_model          links to those of the last round
 
@@ -17,34 +16,29 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
-from quartet.config.common import DataConfig, ModelConfig
+from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
 from quartet.config.run import Recipe
 from quartet.data.datasets import PromptData, draws
-from quartet.data.fields import Reading
-from quartet.data.formats import preferences
-from quartet.data.readers import iter_rows
 from quartet.extras.iterated.config import REWARD, IteratedRecipe
 from quartet.models.loading import load_causal_lm
 from quartet.observe.callbacks import Callback
 from quartet.observe.files import replace_atomically
 from quartet.observe.progress import Progress
-from quartet.text.examples import AnswerText, Preference, answer_turn
 from quartet.trainers.checkpoints import TrainResult
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_metrics import Answer, by_prompt, write_answers, write_rows
-from quartet.trainers.input_sources import check_recipe, check_unweighted
+from quartet.trainers.input_sources import check_recipe
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, completed, writing
@@ -151,7 +145,6 @@ class IteratedTrainer:
             with writing(data):
                 write_answers(data / f"answers_round_{number}.jsonl", answers)
                 write_rows(data / f"pairs_round_{number}.jsonl", fresh)
-                write_rows(self._pairs_until(number), chain(self._old_pairs(number), fresh))
                 saved = {"seconds": round(watch.seconds, 3), "metrics": figures}
                 replace_atomically(marker, json.dumps(saved).encode())
         metrics: dict[str, float] = saved["metrics"]
@@ -179,25 +172,6 @@ class IteratedTrainer:
             drawn = (rollout.sampling, config.samples_per_prompt)
             return evaluation_model.answers(*drawn, self.run.recorder, bar, seed=recipe.seed + number), label
 
-    def _pairs_until(self, number: int) -> Path:
-        return self.path / "data" / f"pairs_until_{number}.jsonl"
-
-    def _old_pairs(self, number: int) -> Iterator[dict[str, Any]]:
-        """Returns what the round before was trained on; in the first round the recipe's own pairs."""
-        if number > 1:
-            return (dict(row.values) for row in iter_rows(DataConfig(path=str(self._pairs_until(number - 1)))))
-        data = self.recipe.reward_model.data
-        if data is None:
-            return iter(())
-        check_unweighted(data, "reward_model.data", "a round's reward model is trained on all pairs together")
-        section = "reward_model.data"
-        parsed = [preferences(iter_rows(s), Reading.of(s, section)) for s in data.parts]
-        return (
-            {"prompt": p.prompt, **_sides(p)} | ({} if p.margin is None else {"margin": p.margin})
-            for part in parsed
-            for p in part.items
-        )
-
     def _stage(self, name: str, trainer: Callable[..., Any], recipe: Callable[[], Any]) -> None:
         """Runs a job of the round to its end, unless that has been done."""
         if (done := completed(self.path / name, self.run.warning)) is None:
@@ -208,10 +182,13 @@ class IteratedTrainer:
 
     def _reward_model_recipe(self, number: int) -> RewardModelRecipe:
         recipe = self.recipe.reward_model
-        data = DataConfig(path=str(self._pairs_until(number)), overlong="skip")
-        if recipe.data is not None:
-            data = data.model_copy(update={"overlong": recipe.data.overlong, "max_tokens": recipe.data.max_tokens})
-        return recipe.model_copy(update=self._own("reward_model", number) | {"data": data})
+        data = recipe.data or DataConfig(overlong="skip")
+        files = [self.path / "data" / f"pairs_round_{n}.jsonl" for n in range(1, number + 1)]
+        sources = (*data.parts, *(SourceConfig(path=str(file)) for file in files))
+        own = {name: getattr(data, name) for name in ("max_tokens", "overlong", "check_rows")}
+        return recipe.model_copy(
+            update=self._own("reward_model", number) | {"data": DataConfig(sources=sources, **own)}
+        )
 
     def _rl_recipe(self, number: int) -> RLRecipe:
         recipe, first = self.recipe.rl, self._policy(1)
@@ -248,10 +225,3 @@ def make_pair(group: Sequence[Answer], label: str) -> dict[str, Any] | None:
         return None
     best, worst = (pick(labelled, key=lambda answer: answer.rewards[label]) for pick in (max, min))
     return {"prompt": best.prompt, "chosen": best.completion, "rejected": worst.completion}
-
-
-def _sides(pair: Preference) -> dict[str, AnswerText]:
-    """Returns the answers of a pair as a row has them: both as messages where one is more than text."""
-    sides = {"chosen": pair.chosen, "rejected": pair.rejected}
-    is_text = all(isinstance(answer, str) for answer in sides.values())
-    return sides if is_text else {name: answer_turn(answer) for name, answer in sides.items()}

@@ -105,23 +105,9 @@ def save_step_separator(separator: str, directory: Path) -> None:
 
 
 def load_step_separator(path: str) -> str | None:
-    """Reads the separator of a model directory or hub name; None where it has none.
-
-    Raises:
-        UserError: the file is there, but does not say how steps end.
-    """
+    """Reads the separator of a model directory or hub name; None where it has none."""
     file = Path(local_or_hub(path, "model"), _PROCESS_FILE)
-    if not file.is_file():
-        return None
-    try:
-        separator = json.loads(file.read_text(encoding="utf-8"))["separator"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{_PROCESS_FILE} of a process reward model cannot be read",
-            found=f"{path}: {type(error).__name__}: {error}",
-            remedy='write {"separator": "…"} there, what ends a step',
-        ) from None
-    return str(separator)
+    return str(json.loads(file.read_text(encoding="utf-8"))["separator"]) if file.is_file() else None
 
 
 def write_separator(recipe: ProcessRewardRecipe, directory: Path) -> None:
