@@ -175,7 +175,7 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
 ) -> None:
     for changes, problem in (
         ({"model": causal_lm(hidden_size=48)}, "trained on another model"),
-        ({"rollout": rollout(MedusaSpeculation(path=str(heads), depth=3))}, "more Medusa heads are asked for"),
+        ({"rollout": rollout(MedusaSpeculation(path=str(heads), depth=3))}, "no more heads"),
         ({"rollout": rollout(MedusaSpeculation(path=str(tmp_path / "none")))}, "there is no heads directory here"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -267,5 +267,5 @@ def test_a_tree_is_drafted_from_as_many_heads_as_it_is_deep(heads: Path, causal_
     drafter = medusa(tree, PackedCausalLM(causal_lm()), None)
     assert (drafter.tree.parents, drafter.tree.depth) == ((-1, -1, 0, 0), 2)
     deeper = MedusaSpeculation(path=str(heads), tree=((0,), (0, 0), (0, 0, 0)))
-    with pytest.raises(UserError, match=r"more Medusa heads are asked for than there are[\s\S]*depth 3; 2 heads"):
+    with pytest.raises(UserError, match="no more heads"):
         medusa(deeper, PackedCausalLM(causal_lm()), None)

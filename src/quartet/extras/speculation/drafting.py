@@ -74,6 +74,7 @@ class Acceptance:
         tree: of whole drafts.
 
     Attributes:
+        recent: of each node how often it was tried and kept, older times counting less.
         drafted, kept: places at each depth with a token or several, and those of which one was kept; since the engine
             was made, for metrics.
     """
@@ -81,7 +82,7 @@ class Acceptance:
     def __init__(self, tree: DraftTree) -> None:
         self.drafted = [0] * tree.depth
         self.kept = [0] * tree.depth
-        self._recent = [[0, 0] for _ in range(len(tree))]
+        self.recent = [[0, 0] for _ in range(len(tree))]
 
     def note(self, tree: DraftTree, kept: Sequence[int], *, ended: bool = False) -> None:
         """Notes what became of one row.
@@ -98,7 +99,7 @@ class Acceptance:
             self.drafted[depth] += 1
             self.kept[depth] += held is not None
             for node in tried:
-                recent = self._recent[tree.nodes[node]]
+                recent = self.recent[tree.nodes[node]]
                 recent[0] += 1
                 recent[1] += node == held
                 if recent[0] >= _WINDOW:
@@ -108,15 +109,8 @@ class Acceptance:
         """Returns how often tokens at ``node`` of the whole are kept where their forerunners are; a half where nothing
         is known.
         """
-        drafted, kept = self._recent[node]
+        drafted, kept = self.recent[node]
         return (kept + 1) / (drafted + 2)
-
-    def state(self) -> list[list[int]]:
-        return [list(recent) for recent in self._recent]
-
-    def load(self, state: Sequence[Sequence[int]]) -> None:
-        for recent, saved in zip(self._recent, state, strict=False):
-            recent[:] = saved
 
 
 class Speculator(ABC):
@@ -228,10 +222,10 @@ class Speculator(ABC):
         return self._state() if self._marked is None else self._marked
 
     def _state(self) -> dict[str, Any]:
-        return {**self.learned(), REST: {"acceptance": self.acceptance.state()}}
+        return {**self.learned(), REST: {"acceptance": [list(recent) for recent in self.acceptance.recent]}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.acceptance.load(state[REST]["acceptance"])
+        self.acceptance.recent = [list(recent) for recent in state[REST]["acceptance"]]
         self.load_learned(tensors_of(state))
         self._marked = None
 

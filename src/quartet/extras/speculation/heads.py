@@ -186,25 +186,15 @@ class MedusaHeads(nn.Module):
         path = Path(local_or_hub(path, "heads", FOLDER))
         try:
             config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-            there, here = (
-                (config["hidden_size"], config["vocab_size"]),
-                (trunk.head.in_features, trunk.head.out_features),
-            )
-            if there != here:
+            sizes = config["hidden_size"], config["vocab_size"]
+            if sizes != (trunk.head.in_features, trunk.head.out_features):
                 raise UserError(
                     "the Medusa heads were trained on another model",
-                    found=f"hidden size and vocabulary {there} in {path} of {config['trunk']!r}, {here} here",
+                    found=f"hidden size and vocabulary {sizes} in {path} of {config['trunk']!r}, here {trunk.head}",
                     remedy="name the heads of this model, or train some by quartet medusa",
                 )
             shape = {"layers": config["num_hidden_layers"], "shared_head": config["original_lm_head"]}
-            num = config["num_heads"]
-            if depth is not None and depth > num:
-                raise UserError(
-                    "more Medusa heads are asked for than there are",
-                    found=f"depth {depth}; {num} heads in {path}",
-                    remedy=f"set depth to {num} or less, or train more by quartet medusa with heads.depth={depth}",
-                )
-            heads = cls(trunk, depth or num, **shape)
+            heads = cls(trunk, depth or config["num_heads"], **shape)
             if trunk.device.type != "meta":
                 with safe_open(str(path / _WEIGHTS), "pt") as file:
                     heads.load_state_dict({name: file.get_tensor(name) for name in heads.state_dict()})
@@ -212,7 +202,7 @@ class MedusaHeads(nn.Module):
             raise UserError(
                 f"the Medusa heads cannot be read: {path}",
                 found=f"{type(error).__name__}: {error}".partition("\n")[0],
-                remedy="name a directory that quartet medusa has written (what its run calls medusa/)",
+                remedy="name a directory that quartet medusa has written, and no more heads (depth, tree) than it has",
             ) from error
         return heads
 

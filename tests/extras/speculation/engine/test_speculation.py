@@ -243,7 +243,7 @@ def test_as_many_tokens_are_drafted_as_give_the_most_per_second(tiny: Any, paths
         for node, parent in enumerate(tree.parents):
             rate = left[1 + parent] * draw.random() ** 0.5
             left[1 + parent] -= rate
-            speculator.acceptance._recent[node] = [10_000, round(10_000 * rate)]
+            speculator.acceptance.recent[node] = [10_000, round(10_000 * rate)]
         rows, found = draw.randrange(1, 8), []
         for nodes in parts:
             gained = 0.0
