@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: quickstart test test-more more beside test-waiting test-avx2 processor test-fast test-slow test-gpu test-vllm fuzz lint format types reference docs wheel clean
+.PHONY: quickstart test test-more more beside test-waiting test-avx2 processor test-fast test-slow test-gpu test-vllm lint format types reference docs wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
@@ -67,11 +67,6 @@ test-avx2: $(VENV)/.installed-test
 
 test-fast: $(VENV)/.installed-test
 	$(PYTEST) $(TOGETHER) tests/unit $(COMMON)
-
-# Random damage to recipes, rows, models and runs, SECONDS for each kind.
-SECONDS ?= 300
-fuzz: $(VENV)/.installed-test
-	QUARTET_FUZZ_S=$(SECONDS) $(PYTEST) --timeout=0 tests/e2e/test_fuzz.py
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m "slow and not gpu and not vllm"

@@ -36,7 +36,7 @@ from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
-ALWAYS = StepCosts(plain=(1.0,), drafted=(0.1,))
+ALWAYS = StepCosts(plain=(1.0,), drafted=(0.1,), drafting=(0.0,))
 """By which it always pays to draft."""
 STORIES = (
     "actor.train.optim.lr=3e-4",
@@ -83,8 +83,7 @@ def run(
     took = path.with_name(f"{path.name}.seconds")
     if not (path / "summary.json").is_file():
         learning = HeadTraining(tokens_per_step=budget, optim=OptimConfig(lr=lr)) if budget else None
-        choose = "gumbel" if task.rollout.sampling.draw == "gumbel" else "top"
-        speculation = MedusaSpeculation(path=str(heads), choose=choose, costs=ALWAYS, train=learning)
+        speculation = MedusaSpeculation(path=str(heads), costs=ALWAYS, train=learning)
         actor = task.actor
         if actor_lr is not None:
             actor = actor.model_copy(update={"train": TrainConfig(optim=OptimConfig(lr=actor_lr))})

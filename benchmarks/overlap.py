@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -35,12 +35,11 @@ from quartet.extras.simulation.simulation import (
     SimulationResult,
     Sleep,
     StageCost,
-    critical_path,
-    iteration_causes,
     run_virtual,
-    seconds_on_path,
     sleep_here,
 )
+from quartet.observe.spans import Span, SpanRecorder
+from quartet.schedule.clock import now
 from quartet.schedule.groups import Chunk
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.leases import LeaseMode
@@ -157,6 +156,29 @@ CASES = (
 )
 
 
+class Moves:
+    """Parts that take bytes ÷ speed to move; each movement is a span."""
+
+    def __init__(self, costs: CostModel, bytes_per_s: Mapping[str, float], recorder: SpanRecorder) -> None:
+        self._sizes = costs.sizes()
+        self._bytes_per_s = bytes_per_s
+        self._recorder = recorder
+        self._resident: dict[str, int] = {}
+
+    async def onload(self, role: str, mode: LeaseMode) -> None:
+        target = self._sizes[role][mode]
+        await self._move("onload", role, target - self._resident.get(role, 0))
+        self._resident[role] = target
+
+    async def offload(self, role: str) -> None:
+        await self._move("offload", role, self._resident.get(role, 0))
+        self._resident[role] = 0
+
+    async def _move(self, name: str, role: str, num_bytes: int) -> None:
+        with self._recorder.span(name, role=role, nbytes=num_bytes):
+            await asyncio.sleep(num_bytes / self._bytes_per_s[role])
+
+
 def simulated(
     costs: CostModel,
     placement: ResolvedPlacement,
@@ -165,11 +187,15 @@ def simulated(
     after: Mapping[str, str] | None = None,
     run: Callable[[Coroutine[Any, Any, SimulationResult]], SimulationResult] = run_virtual,
     sleep: Sleep = sleep_here,
+    bytes_per_s: Mapping[str, float] | None = None,
 ) -> SimulationResult:
-    """A run on the virtual clock, or with ``asyncio.run`` on the real one."""
+    """A run on the virtual clock, or with ``asyncio.run`` on the real one; roles' parts move at ``bytes_per_s``."""
 
     async def main() -> SimulationResult:
-        simulation = Simulation(costs, placement, prompts_per_step=SAMPLES, chunk_size=CHUNK, sleep=sleep)
+        recorder = SpanRecorder(clock=now)
+        moves = None if bytes_per_s is None else Moves(costs, bytes_per_s, recorder)
+        sizes = {"prompts_per_step": SAMPLES, "chunk_size": CHUNK}
+        simulation = Simulation(costs, placement, **sizes, recorder=recorder, offloader=moves, sleep=sleep)
         names = [stage.stage for stage in costs.scoring]
         held = {name: Waiting(scorer) for name, scorer in zip(names, simulation.stages.scorers, strict=True)}
         for name, earlier in (after or {}).items():
@@ -178,6 +204,25 @@ def simulated(
         return await simulation.run(steps)
 
     return run(main())
+
+
+def slower(cost: Cost, factor: float) -> Cost:
+    return Cost(cost.fixed_s * factor, cost.each_s * factor)
+
+
+def times(costs: CostModel, factor: float) -> CostModel:
+    """The study's iteration with all seconds times ``factor``."""
+
+    def stages(given: Sequence[StageCost]) -> tuple[StageCost, ...]:
+        return tuple(replace(stage, cost=slower(stage.cost, factor)) for stage in given)
+
+    return replace(
+        costs,
+        generation=replace(costs.generation, step=slower(costs.generation.step, factor)),
+        scoring=stages(costs.scoring),
+        learning=stages(costs.learning),
+        publish_s=costs.publish_s * factor,
+    )
 
 
 class Sleeper(Worker):
@@ -203,15 +248,15 @@ def ray_workers(placement: ResolvedPlacement) -> Iterator[Sleep]:
 def study(case: Case, *, real_runs: int, ray_runs: int = 0) -> dict[str, float]:
     """Seconds of one iteration in the study's units; on the real clock the least of so many runs."""
     costs, placement = case.seconds.costs(), placed(case.placement)
-    found = {"virtual_s": simulated(costs, placement, after=case.after).step_s[0]}
-    faster = costs.times(1 / REAL_SPEED)
+    found = {"virtual_s": simulated(costs, placement, after=case.after).ended_s[0]}
+    faster = times(costs, 1 / REAL_SPEED)
     if real_runs:
-        seconds = [simulated(faster, placement, after=case.after, run=asyncio.run).step_s[0] for _ in range(real_runs)]
+        seconds = [simulated(faster, placement, after=case.after, run=asyncio.run).ended_s[0] for _ in range(real_runs)]
         found["real_s"] = min(seconds) * REAL_SPEED
     if ray_runs:
         with ray_workers(placement) as sleep:
             seconds = [
-                simulated(faster, placement, after=case.after, run=asyncio.run, sleep=sleep).step_s[0]
+                simulated(faster, placement, after=case.after, run=asyncio.run, sleep=sleep).ended_s[0]
                 for _ in range(ray_runs)
             ]
         found["ray_s"] = min(seconds) * REAL_SPEED
@@ -314,17 +359,118 @@ def on_devices(costs: CostModel, placement: ResolvedPlacement, *, divides: bool)
         return GPUS / processes(role) if divides and role != HEADS else 1.0
 
     def stages(given: Sequence[StageCost]) -> tuple[StageCost, ...]:
-        return tuple(replace(stage, cost=stage.cost.times(share(stage.role))) for stage in given)
+        return tuple(replace(stage, cost=slower(stage.cost, share(stage.role))) for stage in given)
 
-    generation = replace(costs.generation, step=costs.generation.step.times(share("rollout")))
+    generation = replace(costs.generation, step=slower(costs.generation.step, share("rollout")))
     return replace(
         costs,
         generation=generation,
         scoring=stages(costs.scoring),
         learning=stages(costs.learning),
         resident_bytes=SIZES,
-        move_bytes_per_s={role: float(BYTES_PER_GPU_S * processes(role)) for role in SIZES},
     )
+
+
+IsCause = Callable[[Span, Span], bool]
+
+
+@dataclass(frozen=True)
+class PathSpan:
+    """A span of the path; ``wait_s`` passed between the end of its cause (or the run's beginning) and its own start."""
+
+    span: Span
+    wait_s: float
+
+
+_TOLERANCE_S = 1e-6
+"""By how much a cause may end after its effect began and still count as before it."""
+
+
+def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[PathSpan]:
+    """Returns the path to the span that ends last, in order of time.
+
+    Args:
+        is_cause: ``(earlier, later)`` → whether ``later`` may have waited for ``earlier``; times are not its business.
+    """
+    rest = sorted(spans, key=lambda span: (span.end_s, span.start_s))
+    if not rest:
+        return []
+    first_s = min(span.start_s for span in rest)
+    current, path = rest.pop(), []
+    while True:
+        rest = [span for span in rest if span.end_s <= current.start_s + _TOLERANCE_S]
+        causes = [span for span in rest if is_cause(span, current)]
+        if not causes:
+            path.append(PathSpan(current, current.start_s - first_s))
+            return path[::-1]
+        cause = causes[-1]
+        path.append(PathSpan(current, max(0.0, current.start_s - cause.end_s)))
+        rest.remove(cause)
+        current = cause
+
+
+def seconds_on_path(path: Sequence[PathSpan]) -> dict[str, float]:
+    """Returns the seconds per span name that took any, and ``wait`` for what lies between."""
+    found: dict[str, float] = {}
+    for link in (link for link in path if link.span.seconds > 0):
+        found[link.span.name] = found.get(link.span.name, 0.0) + link.span.seconds
+    waits = sum(link.wait_s for link in path)
+    return {**found, "wait": waits} if waits > 0 else found
+
+
+def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iterable[Span]) -> IsCause:
+    """Tells what may hold up what in the spans of a run: data, extra edges of the placement, and its pools.
+
+    A movement of parts needs what the work needs for which they move.
+    """
+    scoring = {stage.stage for stage in costs.scoring}
+    learning = {stage.stage for stage in costs.learning}
+    publishers = {stage.stage for stage in costs.learning if stage.role in ("actor", HEADS)}
+    ends_step = learning | {"publish", "canary"}
+    movers = _purposes(list(spans), placement)
+
+    def shares_pool(earlier: Span, later: Span) -> bool:
+        return _pool(placement, earlier) == _pool(placement, later)
+
+    def gives_data(earlier: Span, later: Span) -> bool:
+        later = movers.get(id(later), later)
+        if earlier.step is None or later.step is None:
+            return False
+        follows = earlier.step == later.step - 1 and earlier.name in ends_step
+        same_step = earlier.step == later.step
+        if later.name == "generate":
+            return follows
+        if later.name in scoring:
+            return follows or (earlier.name == "generate" and earlier.step <= later.step)
+        if later.name in learning:
+            return same_step and earlier.name in scoring
+        if later.name == "canary":
+            return same_step and earlier.name == "publish"
+        return same_step and earlier.name in publishers
+
+    return lambda earlier, later: shares_pool(earlier, later) or gives_data(earlier, later)
+
+
+def _purposes(spans: Sequence[Span], placement: ResolvedPlacement) -> dict[int, Span]:
+    """Maps each movement (by its id) to the work before which it came.
+
+    What moves in is for its role's next work; what moves out for the next that moves in on its pool.
+    """
+    found: dict[int, Span] = {}
+    in_time = sorted(spans, key=lambda span: span.start_s)
+    for move in (span for span in spans if span.name in ("onload", "offload")):
+        later = [span for span in in_time if span.start_s >= move.end_s and span is not move]
+        mine = [span for span in later if _pool(placement, span) == _pool(placement, move)]
+        arriving = move if move.name == "onload" else next((span for span in mine if span.name == "onload"), None)
+        role = None if arriving is None else arriving.role
+        work = next((span for span in mine if span.role == role and span.mode is not None), None)
+        if work is not None:
+            found[id(move)] = work
+    return found
+
+
+def _pool(placement: ResolvedPlacement, span: Span) -> str:
+    return placement.pool_of[str(span.role)]
 
 
 def added_by_heads(name: str, *, critic: float = 1.0) -> dict[str, float]:
@@ -362,7 +508,9 @@ def steady(
     if has_heads:
         costs = replace(costs, learning=(*costs.learning, StageCost("train_heads", HEADS, Cost(HEADS_S))))
     costs = on_devices(costs, placement, divides=divides)
-    outcome = simulated(costs, placement, steps)
+    processes = {role: placement.pool(placement.pool_of[role]).num_processes for role in SIZES}
+    moves = {role: float(BYTES_PER_GPU_S * num) for role, num in processes.items()}
+    outcome = simulated(costs, placement, steps, bytes_per_s=moves)
     began_s, ended_s, num = outcome.ended_s[0], outcome.ended_s[-1], steps - 1
     # What runs ahead of the last step when it ends is no part of it.
     spans = [span for span in outcome.spans if span.end_s <= ended_s]

@@ -47,7 +47,6 @@ from quartet.extras.process_rewards.trainer import (
     mean_gap,
     process_rewards,
     score_steps,
-    step_scores,
 )
 from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.checker import is_correct
@@ -176,7 +175,7 @@ def told_apart(model: Path, rows: Sequence[Any]) -> dict[str, Any]:
     for rule, gamma in RULES.items():
         by_model_N, by_labels_N = (
             process_rewards(scores_M, steps_M, owner_M, len(rows), rule, gamma)
-            for scores_M in (step_scores(logits_M, "probability"), labels_M)
+            for scores_M in (logits_M.sigmoid(), labels_M)
         )
         found[rule] = {
             "gap": float(mean_gap(by_model_N, right_N, torch.ones_like(right_N))),

@@ -5,9 +5,9 @@
 
 Trains Medusa heads for the model on its own answers (once; they stay in ``--out``), then lets the sides take turns over
 the same held-out questions, with other seeds each time: a table by rows that run together, and one rollout whose
-lengths span two orders of magnitude. Costs of steps are measured before the first turn, as a run does. Beside them the
-floor: what a step takes, what reading the weights once takes at the bandwidth that this machine has, and tokens per
-forward. ``forced`` sides (at the first number of rows) draft at every step, whether it pays or not.
+lengths span two orders of magnitude. Beside them the floor: what a step takes, what reading the weights once takes at
+the bandwidth that this machine has, and tokens per forward. ``forced`` sides (at the first number of rows) draft at
+every step, whether it pays or not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 
 DEPTH = 4
-ALWAYS = StepCosts(plain=(1.0, 1.0), drafted=(1e-3, 1e-3))
+ALWAYS = StepCosts(plain=(1.0, 1.0), drafted=(1e-3, 1e-3), drafting=(0.0,))
 """By which drafting always pays, and whole drafts pay most."""
 
 
@@ -99,23 +99,21 @@ class Side:
         return done
 
 
-def sides_of(model: Path, heads: Path, sampling: SamplingConfig, rows: int, *, forced: bool) -> dict[str, Side]:
+def sides_of(model: Path, heads: Path, rows: int, *, forced: bool) -> dict[str, Side]:
     trunk = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     packed = PackedCausalLM(trunk, "fp32")
-    choose = "gumbel" if sampling.draw == "gumbel" else "top"
-    medusa = {"path": str(heads), "choose": choose}
     configs: dict[str, Speculation | None] = {
         "plain": None,
         "history": HistorySpeculation(),
-        "chain": MedusaSpeculation(**medusa),
-        "tree": MedusaSpeculation(**medusa, tree=tree(3, 6)),
+        "chain": MedusaSpeculation(path=str(heads)),
+        "tree": MedusaSpeculation(path=str(heads), tree=tree(3, 6)),
     }
     for depth in range(1, DEPTH + 1) if forced else ():
-        configs[f"chain of {depth}, forced"] = MedusaSpeculation(**medusa, depth=depth, costs=ALWAYS)
+        configs[f"chain of {depth}, forced"] = MedusaSpeculation(path=str(heads), depth=depth, costs=ALWAYS)
     for depth, most in ((2, 3), (2, 6), (3, 4)) if forced else ():
         nodes = tree(depth, most)
         name = f"tree of {len(nodes)} to depth {depth}, forced"
-        configs[name] = MedusaSpeculation(**medusa, tree=nodes, costs=ALWAYS)
+        configs[name] = MedusaSpeculation(path=str(heads), tree=nodes, costs=ALWAYS)
     found = {}
     for name, config in configs.items():
         found[name] = Side(NativeEngine(packed, max_running=rows, drafter=make_drafter(config, packed)))
@@ -250,13 +248,13 @@ def main() -> None:
         f"an entropy of {entropy_of_answers(arguments.model, sampled):.2f} nats a token; draw {arguments.draw}\n"
     )
     for rows in arguments.rows:
-        sides = sides_of(arguments.model, heads, sampling, rows, forced=rows == arguments.rows[0])
+        sides = sides_of(arguments.model, heads, rows, forced=rows == arguments.rows[0])
         job = Job(prompts[:rows], [arguments.tokens] * rows, sampling)
         report(f"{rows} rows", sides, job, arguments.repeats, floor_s)
     if arguments.rollout:
         draw = random.Random(0)
         lengths = [round(8 * 100 ** draw.random()) for _ in range(arguments.rollout)]
-        sides = sides_of(arguments.model, heads, sampling, 32, forced=False)
+        sides = sides_of(arguments.model, heads, 32, forced=False)
         title = f"a rollout of {len(lengths)} answers, {min(lengths)} to {max(lengths)} tokens, 32 at a time"
         asked = [prompt for prompt in prompts[: len(lengths) // 4] for _ in range(4)]
         report(title, sides, Job(asked, lengths, sampling), arguments.repeats, floor_s)

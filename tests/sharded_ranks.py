@@ -19,7 +19,7 @@ from quartet.config.preference import DPOLoss, KTOLoss
 from quartet.extras.process_rewards.trainer import StepObjective
 from quartet.extras.speculation.config import HeadTraining
 from quartet.extras.speculation.head_trainer import Companion, CompanionWorker
-from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
+from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.schedule.model_worker import Update
@@ -243,7 +243,7 @@ def check(case: Case, found: dict[str, Any], expected: dict[str, Any], atol: flo
 
 
 def heads_beside(case: Case, shared: bool, mesh: Mesh | None = None) -> dict[str, Any]:
-    """Heads that learned beside four updates, and what these said; ``digest`` of the trunk as it began."""
+    """Heads that learned beside four updates, and what these said."""
     engine, batch = make_engine(case, mesh), make_batch(deep=case.deep)
     heads = MedusaHeads(engine.packed, 2, shared_head=shared)
     for n, parameter in enumerate(heads.parameters()):
@@ -251,7 +251,7 @@ def heads_beside(case: Case, shared: bool, mesh: Mesh | None = None) -> dict[str
             parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n))
     learning = HeadTraining(tokens_per_step=23, optim=OptimConfig(lr=1e-2))
     worker = CompanionWorker(engine, None, Companion(engine, heads, learning, seed=3))
-    digest, (_, objective, _) = trunk_digest(engine.packed), objectives()[case.objective]
+    _, objective, _ = objectives()[case.objective]
     updates = [
         [Update((0, 1, 2, 3, 4, 5), objective, 2 * step), Update((6, 7, 8, 9), objective, 2 * step + 1)]
         for step in range(2)
@@ -260,7 +260,6 @@ def heads_beside(case: Case, shared: bool, mesh: Mesh | None = None) -> dict[str
     return {
         "weights": dict(heads.weights()),
         "metrics": figures,
-        "digest": digest,
         "sent": len(list(worker.sent_weights())),
     }
 

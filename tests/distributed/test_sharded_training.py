@@ -74,7 +74,6 @@ def test_heads_that_learn_along_are_those_of_one_process() -> None:
     both = rank_forks.run_ranks(2, ranks.all_heads_beside, cases)
     for (case, shared), one, other in zip(cases, *both, strict=True):
         expected = ranks.heads_beside(case.alone, shared)
-        assert one["digest"] == expected["digest"]
         assert one["sent"] == expected["sent"]
         for figures, of_one in zip(one["metrics"], expected["metrics"], strict=True):
             assert figures == pytest.approx(of_one, rel=1e-6, abs=1e-9)

@@ -150,7 +150,6 @@ def test_an_iterated_run_goes_on_on_another_machine(
         "collect": {
             "labeller": {"type": "function", "target": "rewards.py:digits"},
             "prompts_per_round": 8,
-            "sampling": {"max_new_tokens": 6},
         },
         "reward_model": recipes["reward-model"](**reward_model),
         "rl": recipes["rl"]("rloo", **rl),

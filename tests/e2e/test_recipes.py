@@ -60,7 +60,6 @@ SHORT = {
     "iterated-reward-model": (
         "rounds=1",
         "collect.prompts_per_round=4",
-        "collect.sampling.max_new_tokens=8",
         "reward_model.steps=2",
         "reward_model.pairs_per_step=4",
         "rl.steps=2",

@@ -13,6 +13,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from quartet.config.placement import PlacementConfig
+from quartet.observe.spans import Span
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -31,6 +32,14 @@ def test_the_studys_figures_fall_out(overlap: Any) -> None:
         assert overlap.off_by(case, found["virtual_s"]) is None
         if case.published_s is not None:
             assert found["samples_per_gpu_s"] == pytest.approx(256 / 16 / case.published_s, rel=0.05)
+
+
+def test_the_path_goes_from_cause_to_cause_and_names_the_waits(overlap: Any) -> None:
+    spans = [Span("a", 0, 2), Span("b", 0, 3), Span("c", 3, 4), Span("d", 4.5, 6), Span("e", 2, 5), Span("f", 3, 3)]
+    causes = {("a", "d"), ("c", "d"), ("b", "c"), ("f", "c"), ("b", "f")}
+    path = overlap.critical_path(spans, lambda earlier, later: (earlier.name, later.name) in causes)
+    assert [(link.span.name, link.wait_s) for link in path] == [("b", 0.0), ("f", 0.0), ("c", 0.0), ("d", 0.5)]
+    assert overlap.seconds_on_path(path) == {"b": 3, "c": 1, "d": 1.5, "wait": 0.5}
 
 
 def test_the_whole_step_as_one_chunk_is_slower(overlap: Any, monkeypatch: pytest.MonkeyPatch) -> None:

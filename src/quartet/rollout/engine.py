@@ -193,12 +193,6 @@ class NativeEngine:
     def has_work(self) -> bool:
         return bool(self._scheduler.held or self._finished)
 
-    def empty(self) -> NativeEngine:
-        """Makes an engine with these weights and no requests."""
-        made = NativeEngine(self.packed, max_running=self.max_running, contexts=self._contexts)
-        made._weights, made._keeps_hidden = self._weights, self._keeps_hidden
-        return made
-
     # ---- one step ----
 
     @torch.no_grad()

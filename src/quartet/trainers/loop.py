@@ -49,7 +49,6 @@ from quartet.schedule.iteration import (
 )
 from quartet.schedule.iteration import StepLearner as AnyLearner
 from quartet.schedule.leases import LeaseContext, placed_arbiter
-from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.rollout import Rollout
 from quartet.train.engine import Objective
 from quartet.train.objectives import BestOfNObjective, PolicyObjective, PreferenceObjective, ValueObjective
@@ -224,9 +223,6 @@ class RLLoop:
         done, minibatches = step + 1, self.recipe.minibatches * self.recipe.epochs
         seconds, spans = watch.seconds, self._recorder.of_step(step)
         trained, of_role = done - self.roles.warmup_steps, await self.roles.stats()
-        if self._trains_drafter:
-            drafted, kept = map(sum, _drafts(before, after))
-            await self.roles.train_group("actor").call(TrainWorker.note_drafts, drafted, kept)
         stats = of_role.values()
         return {
             **timing(spans, seconds, generated),
@@ -388,18 +384,17 @@ def draft_metrics(before: EngineStats, after: EngineStats) -> dict[str, float]:
     rows = after.num_row_steps - before.num_row_steps
     if not rows:
         return {}
-    drafted, kept = _drafts(before, after)
+    drafted, kept = (
+        [late - early for early, late in zip_longest(*counts, fillvalue=0)]
+        for counts in (
+            (before.drafted_by_depth, after.drafted_by_depth),
+            (before.kept_by_depth, after.kept_by_depth),
+        )
+    )
     counts = enumerate(zip(drafted, kept, strict=True), 1)
     by_depth = {f"rollout/accepted_by_depth_{depth}": k / d for depth, (d, k) in counts if d}
     acceptance = {"rollout/draft_acceptance": sum(kept) / sum(drafted)} if any(drafted) else {}
     return {"rollout/tokens_per_forward": 1 + sum(kept) / rows, **acceptance, **by_depth}
-
-
-def _drafts(before: EngineStats, after: EngineStats) -> tuple[list[int], list[int]]:
-    """Returns the tokens drafted and kept between two states of the engines, by depth."""
-    drafted = zip_longest(before.drafted_by_depth, after.drafted_by_depth, fillvalue=0)
-    kept = zip_longest(before.kept_by_depth, after.kept_by_depth, fillvalue=0)
-    return [late - early for early, late in drafted], [late - early for early, late in kept]
 
 
 def batch_metrics(batch: RaggedBatch) -> dict[str, float]:

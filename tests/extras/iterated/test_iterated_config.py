@@ -28,12 +28,10 @@ def test_the_loop_takes_both_jobs_as_sections() -> None:
     [
         (["rl.output_dir=x"], "rl.output_dir"),
         (["reward_model.seed=3"], "reward_model.seed"),
-        (["collect.sampling.temperature=0"], "temperature is 0"),
         (["rl.rewards=[{type: model, path: rm}]"], "'reward_model'"),
+        (["reward_model.data={sources: [{path: a, weight: 1}, {path: b, weight: 2}]}"], "learns from all pairs"),
         (["rl.actor.model=null"], "rl.actor.model.path"),
         (["collect.labeller=null"], "collect.labeller"),
-        (["collect.sampling.truncated_logprobs=true"], "sampling.truncated_logprobs is for rollouts"),
-        (["collect.engine={type: server, urls: ['http://h:1'], model: m}"], "each round has another policy"),
     ],
 )
 def test_what_the_loop_refuses(overrides: list[str], part: str) -> None:

@@ -72,30 +72,20 @@ def test_rows_without_any_label_are_left_out_and_counted() -> None:
     [
         ({"steps": ["1", "2"], "labels": [1]}, "1 labels for 2 steps that end with ';'"),
         ({"completion": "1;2;3", "labels": [1, 0]}, "2 labels for 3 steps that end with ';'"),
-        ({"steps": ["1", "2"], "labels": [1, 1.5]}, "label 2 is 1.5, not"),
-        ({"steps": ["1"], "labels": [float("nan")]}, "label 1 is nan, not"),
-        ({"steps": ["1"], "labels": ["good"]}, "label 1 is 'good', not"),
-        ({"steps": ["1"], "labels": "+-"}, "`labels` is text, not a list"),
-        ({"steps": "1;2", "labels": [1]}, "`steps` is text, not a list"),
-        ({"steps": ["1", ""], "labels": [1, 1]}, "step 2 is empty"),
-        ({"steps": [1], "labels": [1]}, "step 1 is not text"),
-        ({"steps": ["1;2", "3"], "labels": [1, 1]}, "step 1 holds the separator ';' inside"),
-        ({"steps": [], "labels": []}, "`steps` is empty"),
+        ({"steps": ["1", "2"], "labels": [1, 1.5]}, "label 1.5 is not"),
+        ({"steps": ["1"], "labels": [float("nan")]}, "label nan is not"),
+        ({"steps": ["1"], "labels": ["good"]}, "label 'good' is not"),
+        ({"steps": ["1"], "labels": "+-"}, "`labels` is '+-', not a list"),
+        ({"steps": ["1", ""], "labels": [1, 1]}, "step '' is no text"),
+        ({"steps": ["1;2", "3"], "labels": [1, 1]}, "step '1;2' is no text, or holds the separator ';'"),
+        ({"steps": [], "labels": []}, "`labels` is [], not a list with entries"),
     ],
 )
 def test_labels_that_do_not_fit_are_reported_with_their_row(row: dict[str, Any], reason: str) -> None:
     fine = {"steps": ["1"], "labels": [1]}
     with pytest.raises(UserError, match="step labels do not fit") as caught:
         step_labelled(rows(fine, row, fine), ";")
-    assert caught.value.found.startswith(f"1 of 3 rows: f.jsonl:2: {reason}")
-
-
-def test_all_rows_with_such_labels_are_named_at_once() -> None:
-    wrong = {"completion": "1;2", "labels": [1]}
-    with pytest.raises(UserError) as caught:
-        step_labelled(rows(*[wrong] * 9), ";")
-    assert "9 of 9 rows: f.jsonl:1: 1 labels for 2 steps" in caught.value.found
-    assert caught.value.found.endswith("; also f.jsonl:6, 7, 8, 9")
+    assert caught.value.found.startswith(f"f.jsonl:2: {reason}")
 
 
 @pytest.mark.parametrize(
@@ -151,4 +141,4 @@ def test_two_steps_in_one_token_are_refused() -> None:
     data = step_labelled([Row({"prompt": "p", "completion": "#1;2;#3", "labels": [1, 0, 1]}, "f", 4)], ";")
     with pytest.raises(UserError) as caught:
         ProcessData.build(data, codec, ";", TokenLimit(100))
-    assert caught.value.found == "1 of 1 rows: f:4: two steps end in the same token"
+    assert caught.value.found == "f:4: two steps end in the same token"

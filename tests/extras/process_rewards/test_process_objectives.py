@@ -93,8 +93,6 @@ def test_equals_the_slow_reference(steps, whole, make_model, same) -> None:
     assert metrics["loss/process_reward"] == pytest.approx(float(loss.detach()), abs=1e-10)
     right = [(float(x.detach()) > 0) == (labels[t] > 0.5) for t, x in logits.items()]
     assert metrics["process_reward/accuracy"] == pytest.approx(sum(right) / len(right))
-    gap = [float(x.detach().sigmoid()) - labels[t] for t, x in logits.items()]
-    assert metrics["process_reward/calibration"] == pytest.approx(sum(gap) / len(gap), abs=1e-10)
     assert min(map(len, (logits, set(labels.values())))) > 4, "hard and soft labels, several steps"
 
 

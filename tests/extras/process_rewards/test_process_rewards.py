@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from quartet.extras.process_rewards.trainer import (
-    calibration_error,
     mean_gap,
     process_rewards,
     right_answers,
     step_credits,
     step_loss,
-    step_scores,
 )
 
 RULES = ("sum", "min", "discounted")
@@ -42,13 +40,6 @@ def slow(layout, scores: Tensor, rule: str) -> tuple[Tensor, list[float]]:
 
 
 # Scores and credits --------------------------------------------------------------------------------------
-
-
-def test_what_a_logit_counts_as() -> None:
-    logits = torch.tensor([0.0, math.log(3.0), -math.log(3.0)])
-    assert step_scores(logits, "probability").tolist() == pytest.approx([0.5, 0.75, 0.25])
-    assert step_scores(logits, "signed").tolist() == pytest.approx([0.0, 0.5, -0.5])
-    assert step_scores(logits, "logit").tolist() == logits.tolist()
 
 
 # Trajectory 0 scores 0.9, 0.4, 0.6, 0.1 and trajectory 1 scores -0.5, 0.5, a token of each in turn.
@@ -121,15 +112,13 @@ def test_the_loss_by_hand() -> None:
     assert float(out.loss) == pytest.approx(expected, abs=1e-12)
     assert float(step_loss(LOGITS[1:2], LABELS[1:2], KEPT[1:2], 1).loss) == pytest.approx(math.log(2))
     # Right: the first and the fourth; the second has logit 0 and counts one half; the last is wrong.
-    assert (float(out.num_correct), int(out.num_decided), int(out.num_steps)) == (2.5, 4, 4)
-    assert float(out.label_sum) == 2.25
-    assert float(out.probability_sum) == pytest.approx(0.75 + 0.5 + 0.25 + 1 / (1 + math.exp(2.0)))
+    assert (float(out.num_correct), int(out.num_decided)) == (2.5, 4)
 
 
 def test_a_soft_label_of_one_half_is_learned_but_not_counted_as_right_or_wrong() -> None:
     out = step_loss(LOGITS, LABELS, torch.tensor([False, False, True, False, False]), 1)
     assert float(out.loss) == pytest.approx(by_hand(7.0, 0.5))
-    assert (int(out.num_steps), int(out.num_decided), float(out.num_correct)) == (1, 0, 0.0)
+    assert (int(out.num_decided), float(out.num_correct)) == (0, 0.0)
 
 
 def test_gradients() -> None:
@@ -155,15 +144,6 @@ def test_nothing_labelled_gives_zero_and_half_precision_is_reduced_in_fp32() -> 
     assert out.loss.dtype == torch.float32
     rounded = step_loss(LOGITS.bfloat16().double(), LABELS, KEPT, 4).loss
     assert float(out.loss) == pytest.approx(float(rounded), rel=1e-6)
-
-
-def test_calibration_error_by_hand() -> None:
-    probabilities = torch.tensor([0.05, 0.09, 0.55, 0.55, 1.0])
-    labels = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0])
-    # Bins 0, 5 and 9: |0.14| + |1.1 - 1| + 0
-    assert float(calibration_error(probabilities, labels)) == pytest.approx((0.14 + 0.1) / 5, abs=1e-6)
-    assert float(calibration_error(labels, labels)) == 0.0
-    assert float(calibration_error(torch.zeros(0), torch.zeros(0))) == 0.0
 
 
 # Right and wrong answers ---------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from quartet.observe.spans import Span, read_spans
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.role_group import LocalGroup
 
-COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15))
+COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15), drafting=(0.0,))
 LEARNING = HeadTraining(tokens_per_step=200, optim=OptimConfig(lr=3e-2))
 SEPARATED = {"type": "separated", "actor": {}, "rollout": {}}
 TIGHT = {"type": "full_offload", "pool": {"budget_bytes": 400_000}}
@@ -59,7 +59,7 @@ def heads(causal_lm: Any, tmp_path: Path) -> Path:
 @pytest.fixture
 def run(tiny_rl: Any, digits: Any, heads: Path, tmp_path: Path) -> Callable[..., Any]:
     def make(name: str, learning: HeadTraining | None = LEARNING, *, process: bool = False, **changes: Any) -> Any:
-        speculation = MedusaSpeculation(path=str(heads), choose="gumbel", costs=COSTS, train=learning)
+        speculation = MedusaSpeculation(path=str(heads), costs=COSTS, train=learning)
         config = NativeEngineConfig(max_running=4, steps_per_lease=2, process=process)
         sampling = SamplingConfig(max_new_tokens=8, draw="gumbel")
         values: dict[str, Any] = {
@@ -94,7 +94,7 @@ def test_the_policy_learns_on_the_same_bits(run: Any, exact_processor: None) -> 
         assert same_weights(plain.model, beside.model)
         after = of_trainer(made)
         assert not any(torch.equal(before[name], after[name]) for name in before)
-        drafter = made.workers.engines[0].worker.engine.drafter.proposer
+        drafter = made.workers.engines[0].worker.engine.drafter
         assert same(dict(drafter._heads.weights()), after)
         assert len(tuple(drafter.weights())) == (0 if placement is None else len(after)), (
             "sent where they are not shared"

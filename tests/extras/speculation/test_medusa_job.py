@@ -110,10 +110,9 @@ def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
     """While it samples, and between two checkpoints; with another model it does not go on."""
     monkeypatch.setattr(job, "_ANSWERS_PER_PASS", 5)
     arguments = tokenizer, prompts
-    heads = HeadsConfig(tokens_per_step=12)
-    trainer(tmp_path / "whole", causal_lm(), *arguments, heads=heads).train()
+    trainer(tmp_path / "whole", causal_lm(), *arguments).train()
     for stage in ("answers", "training"):
-        path, broken = tmp_path / stage, trainer(tmp_path / stage, causal_lm(), *arguments, heads=heads)
+        path, broken = tmp_path / stage, trainer(tmp_path / stage, causal_lm(), *arguments)
         with monkeypatch.context() as patched:
             owner, name = (job, "run_to_end") if stage == "answers" else (broken.worker.trainer, "step")
             patched.setattr(owner, name, fails_at(4, getattr(owner, name)))
@@ -121,23 +120,12 @@ def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
                 broken.train()
         answers = next((path / "finished").iterdir()).read_text().count("token_ids")
         assert answers == (15 if stage == "answers" else 16), "of 12 prompts and 4 held-out ones"
-        trainer(path, causal_lm(), *arguments, heads=heads, resume=True).train()
+        trainer(path, causal_lm(), *arguments, resume=True).train()
         assert same(tmp_path / "whole", path)
         assert untimed(tmp_path / "whole") == untimed(path)
     (path / "summary.json").unlink()
-    with pytest.raises(UserError, match="trained on another model"):
-        trainer(path, causal_lm(seed=9), *arguments, heads=heads, resume=True).train()
-
-
-def test_answers_from_a_file(causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path) -> None:
-    """They need no sampling; ``for_vllm`` writes the trunk's head beside heads that share it."""
-    model = causal_lm()
-    made = trainer(tmp_path / "run", model, tokenizer, demonstrations, answers="data", for_vllm=True)
-    before = made.evaluate()
-    assert made.train().summary["stages"][0]["metrics"]["eval/loss"] < before["eval/loss"]
-    assert not (tmp_path / "run" / "finished").exists()
-    tensors = load_file(tmp_path / "run" / "medusa" / "model.safetensors")
-    assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight)
+    with pytest.raises(UserError, match="prompts or answers"):
+        trainer(path, causal_lm(seed=9), *arguments, resume=True).train()
 
 
 def test_answers_without_a_second_token_are_refused(
@@ -159,7 +147,6 @@ def test_a_budget_below_the_longest_answer_is_refused(
     [
         ({"cluster": {"type": "ray"}}, "heads train in one process"),
         ({"train": TrainConfig(lora=LoRAConfig())}, "the model stays as it is"),
-        ({"samples_per_prompt": 2, "sampling": SamplingConfig(temperature=0.0)}, "would be the same"),
         ({"sampling": SamplingConfig(truncated_logprobs=True)}, "has no effect here"),
         ({"heads": {"depth": 0}}, "depth"),
     ],

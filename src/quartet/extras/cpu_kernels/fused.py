@@ -19,7 +19,6 @@ compute that once more.
 from __future__ import annotations
 
 import copy
-import inspect
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -83,8 +82,7 @@ def _describe_norm(module: nn.Module) -> Hashable | None:
     weights = dict(module.named_parameters())
     if not isinstance(eps, float) or list(weights) != ["weight"] or weights["weight"].dim() != 1:
         return None
-    others = list(inspect.signature(type(module).forward).parameters.values())[2:]
-    return (type(module), eps) if all(p.default is not p.empty for p in others) else None
+    return type(module), eps
 
 
 def _build_norm(module: nn.Module) -> Forward | None:
@@ -101,7 +99,7 @@ def _build_norm(module: nn.Module) -> Forward | None:
     with torch.no_grad():
         try:
             expected = type(module).forward(stand_in, x)
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             return None
         for offset in (0.0, 1.0):
             forward = _norm_forward(type(module).forward, eps, offset)
@@ -192,11 +190,7 @@ def _describe_rotary(module: nn.Module) -> Hashable | None:
     own = type(module).forward
     if not isinstance(own, types.FunctionType) or _ROTARY not in own.__code__.co_names:
         return None
-    rotary = own.__globals__.get(_ROTARY)
-    if not isinstance(rotary, types.FunctionType):
-        return None
-    names, rest = list(inspect.signature(rotary).parameters), list(inspect.signature(rotary).parameters.values())[4:]
-    return own if names[:4] == ["q", "k", "cos", "sin"] and all(p.default is not p.empty for p in rest) else None
+    return own if callable(own.__globals__.get(_ROTARY)) else None
 
 
 def _build_rotary(module: nn.Module) -> Forward | None:
@@ -248,7 +242,7 @@ class _Rotary:
         q_half, k_half = q.bfloat16(), k.bfloat16()
         try:
             exact, mixed = self._own(q, k, cos, sin), self._own(q_half, k_half, cos, sin)
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             return False
         self._keeps_dtype = mixed[0].dtype == torch.bfloat16
         found, found_mixed = self(q, k, cos, sin), self(q_half, k_half, cos, sin)

@@ -11,7 +11,7 @@ PLUGIN = Plugin(
             sections="quartet.extras.iterated.trainer:sections",
             starter="quartet.extras.iterated.config:STARTER",
             methods="rl.algorithm",
-            metrics=("iterated/pairs", "iterated/label_mean", "iterated/stale_accuracy"),
+            metrics=("iterated/pairs", "iterated/label_mean"),
         )
     }
 )

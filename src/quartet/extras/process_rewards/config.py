@@ -50,8 +50,8 @@ CombineConfig = Annotated[SumSteps | MinSteps | DiscountedSteps, Field(discrimin
 class ProcessModelReward(ModelSource):
     """A model that judges every step of a completion, as `quartet process-reward` trains it.
 
-    A step's score lands on its last token, where the method has rewards of tokens; elsewhere the combined score is one
-    number. Either is added to the outcome's rewards with its weight.
+    A step's score is the probability that it is right, and lands on its last token where the method has rewards of
+    tokens; elsewhere the combined score is one number. Either is added to the outcome's rewards with its weight.
     """
 
     pays_steps: ClassVar[bool] = True
@@ -60,11 +60,7 @@ class ProcessModelReward(ModelSource):
     tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
     name: str = "process_reward"
     separator: str | None = Field(
-        None, min_length=1, description="Ends a step in the completion; what the model was trained with if left out."
-    )
-    score: Literal["probability", "signed", "logit"] = Field(
-        "probability",
-        description="What counts: the probability that a step is right, the same from -1 to 1, its logit.",
+        None, min_length=1, description="Ends a step; needed where no process_reward.json beside the model says it."
     )
     combine: CombineConfig = Field(MinSteps(), description="How the steps' scores make one number.")
     forward_token_budget: Tokens = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")

@@ -27,6 +27,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from quartet.config.errors import UserError
 from quartet.data.datasets import Batches, Kept, TokenLimit, checked
 from quartet.data.fields import AS_GIVEN, Fields, Reading, Skip, field_excerpt, placed, prompt_field
 from quartet.data.formats import Parsed, parse_rows
-from quartet.data.readers import Row, shown_places
+from quartet.data.readers import Row
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.text.examples import PromptText
 from quartet.text.loading import local_or_hub
@@ -70,11 +71,6 @@ def split_steps(text: str, separator: str) -> list[Step]:
     return found
 
 
-def join_steps(steps: Sequence[Step], separator: str) -> str:
-    """Writes text that has these steps under another separator."""
-    return separator.join(step.text for step in steps) + (separator if steps[-1].end is not None else "")
-
-
 def last_tokens(pieces: Sequence[str], steps: Sequence[Step]) -> list[int]:
     """Returns the index of the token that ends each step.
 
@@ -101,39 +97,17 @@ def answer_pieces(codec: TextCodec, before: Sequence[int], ids: Sequence[int]) -
 # In a model's directory: how the steps end that it was trained on -------------------------------------------
 
 _PROCESS_FILE = "process_reward.json"
-_PROCESS_KIND = "process reward model: the score at a step's last token is the logit of the step being right"
 
 
 def save_step_separator(separator: str, directory: Path) -> None:
     """Writes what ends every step but perhaps the last into a model's directory."""
-    text = json.dumps({"kind": _PROCESS_KIND, "separator": separator}, indent=2, ensure_ascii=False)
-    (directory / _PROCESS_FILE).write_text(text + "\n", encoding="utf-8")
+    (directory / _PROCESS_FILE).write_text(json.dumps({"separator": separator}) + "\n", encoding="utf-8")
 
 
 def load_step_separator(path: str) -> str | None:
-    """Reads the separator of a model directory or hub name; None where it has none.
-
-    Raises:
-        UserError: the file is there, but does not say how steps end.
-    """
+    """Reads the separator of a model directory or hub name; None where it has none."""
     file = Path(local_or_hub(path, "model"), _PROCESS_FILE)
-    if not file.is_file():
-        return None
-    try:
-        separator = json.loads(file.read_text(encoding="utf-8"))["separator"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from None
-    if not isinstance(separator, str) or not separator:
-        raise _damaged(path, f"separator: {separator!r}")
-    return separator
-
-
-def _damaged(path: str, found: str) -> UserError:
-    return UserError(
-        f"{_PROCESS_FILE} of a process reward model cannot be read",
-        found=f"{path}: {found}",
-        remedy='write {"separator": "…"} there, what ends a step',
-    )
+    return str(json.loads(file.read_text(encoding="utf-8"))["separator"]) if file.is_file() else None
 
 
 def write_separator(recipe: ProcessRewardRecipe, directory: Path) -> None:
@@ -143,7 +117,6 @@ def write_separator(recipe: ProcessRewardRecipe, directory: Path) -> None:
 
 _WORDS = {"+": 1.0, "-": 0.0}
 _STEPS = ("steps", "completions")
-_SHOWN_FAULTS = 5
 
 
 @dataclass(frozen=True)
@@ -156,21 +129,11 @@ class StepLabelled:
     place: str = ""
 
 
-class RowFault(Exception):
-    """Why the labels of a row cannot be used."""
-
-
-def _refuse(faults: Sequence[tuple[str, str]], num_rows: int) -> None:
-    """Raises a UserError with all faults, each with its row's place, where there are any."""
-    if not faults:
-        return
-    shown = "; ".join(f"{place}: {reason}" for place, reason in faults[:_SHOWN_FAULTS])
-    others = [place for place, _ in faults[_SHOWN_FAULTS:]]
-    more = f"; also {shown_places(others, 20)}" if others else ""
-    raise UserError(
+def _misfit(place: str, reason: str) -> UserError:
+    return UserError(
         "step labels do not fit their answers",
-        found=f"{len(faults)} of {num_rows} rows: {shown}{more}",
-        remedy="mend or remove these rows, or set the separator that ends a step in them",
+        found=f"{place}: {reason}",
+        remedy="mend or remove this row, or set the separator that ends a step in it",
     )
 
 
@@ -178,19 +141,9 @@ def step_labelled(rows: Iterable[Row], separator: str, reading: Reading = AS_GIV
     """Reads typed examples. Left out and counted: answers of which no step has a label.
 
     Raises:
-        UserError: missing columns or empty values; labels that do not match the steps or are out of range (all such
-            rows in one message).
+        UserError: missing columns or empty values; labels that do not match the steps or are out of range.
     """
-    faults: list[tuple[str, str]] = []
-
-    def parse(fields: Fields) -> StepLabelled:
-        try:
-            return _example(fields, separator)
-        except RowFault as fault:
-            faults.append((fields.place, str(fault)))
-            raise Skip("its labels do not fit") from None  # which ``_refuse`` keeps from being all that is said
-
-    return parse_rows(parse, rows, reading, lambda _, num_rows: _refuse(faults, num_rows))
+    return parse_rows(partial(_example, separator=separator), rows, reading)
 
 
 def _example(fields: Fields, separator: str) -> StepLabelled:
@@ -199,11 +152,11 @@ def _example(fields: Fields, separator: str) -> StepLabelled:
         raise fields.missing("`prompt`, `steps` (or `completion`) and `labels`")
     prompt = prompt_field(fields)
     values = _list(fields, "labels")
-    labels = tuple(_label(value, n) for n, value in enumerate(values, start=1))
-    text = _joined(_list(fields, name), separator) if name is not None else fields.text("completion")
+    labels = tuple(_label(value, fields.place) for value in values)
+    text = _joined(fields, name, separator) if name is not None else fields.text("completion")
     num_steps = len(split_steps(text, separator))
     if num_steps != len(labels):
-        raise RowFault(f"{len(labels)} labels for {num_steps} steps that end with {separator!r}")
+        raise _misfit(fields.place, f"{len(labels)} labels for {num_steps} steps that end with {separator!r}")
     if all(label is None for label in labels):
         raise Skip("no step has a label")
     return StepLabelled(prompt, text, labels, fields.place)
@@ -211,35 +164,28 @@ def _example(fields: Fields, separator: str) -> StepLabelled:
 
 def _list(fields: Fields, name: str) -> list[Any]:
     value = fields.parsed(name)
-    if not isinstance(value, list):
-        raise RowFault(f"`{name}` is {'text, ' * isinstance(value, str)}not a list")
+    if not isinstance(value, list) or not value:
+        raise _misfit(fields.place, f"`{name}` is {field_excerpt(value)}, not a list with entries")
     return value
 
 
-def _label(value: Any, number: int) -> float | None:
+def _label(value: Any, place: str) -> float | None:
     """Returns the probability that a step is right."""
     if value is None:
         return None
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]
-    if isinstance(value, (bool, int, float)):
-        label = 0.0 if value == -1 else value
-        if 0 <= label <= 1:
-            return float(label)
-    raise RowFault(
-        f"label {number} is {field_excerpt(value)}, not 0, 1, -1, true, false, '+', '-' or a number from 0 to 1"
-    )
+    if isinstance(value, (bool, int, float)) and (value == -1 or 0 <= value <= 1):
+        return max(0.0, float(value))
+    raise _misfit(place, f"label {field_excerpt(value)} is not 0, 1, -1, true, false, '+', '-' or a number from 0 to 1")
 
 
-def _joined(steps: Sequence[Any], separator: str) -> str:
+def _joined(fields: Fields, name: str, separator: str) -> str:
     """Joins the steps to one text, each but the last ended by the separator."""
-    for number, step in enumerate(steps, start=1):
-        if not isinstance(step, str) or not step.removesuffix(separator).strip():
-            raise RowFault(f"step {number} is {'empty' if isinstance(step, str) else 'not text'}")
-        if separator in step.removesuffix(separator):
-            raise RowFault(f"step {number} holds the separator {separator!r} inside")
-    if not steps:
-        raise RowFault("`steps` is empty")
+    steps = _list(fields, name)
+    for step in steps:
+        if not isinstance(step, str) or not step.strip() or separator in step.removesuffix(separator):
+            raise _misfit(fields.place, f"step {field_excerpt(step)} is no text, or holds the separator {separator!r}")
     return separator.join([*(step.removesuffix(separator) for step in steps[:-1]), steps[-1]])
 
 
@@ -284,18 +230,12 @@ class ProcessData(Batches):
         """Tokenises; a sequence beyond the limit is an error or is left out.
 
         Raises:
-            UserError: the steps cannot be told apart in the tokens (all such rows in one message).
+            UserError: the steps cannot be told apart in the tokens.
         """
-        faults: list[tuple[str, str]] = []
-        kept, num_rows = Kept[ProcessItem](limit, "sequence"), 0
-        for num_rows, example in enumerate(checked(parsed, codec), start=1):  # noqa: B007 - their number
-            try:
-                with placed(example.place):
-                    item = _tokenised(example, codec, separator, limit.max_tokens)
-                kept.add(item, item.parts)
-            except RowFault as fault:
-                faults.append((example.place, str(fault)))
-        _refuse(faults, num_rows)
+        kept = Kept[ProcessItem](limit, "sequence")
+        for example in checked(parsed, codec):
+            item = _tokenised(example, codec, separator, limit.max_tokens)
+            kept.add(item, item.parts)
         return cls(**kept.fields(parsed))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
@@ -324,18 +264,20 @@ class ProcessData(Batches):
 
 def _tokenised(example: StepLabelled, codec: TextCodec, separator: str, max_tokens: int) -> ProcessItem:
     """Makes the item of a row; of one that is too long the length alone counts, so its steps are not looked for."""
-    prompt_ids, completion_ids = codec.encode_completion(example.prompt, example.completion)
+    with placed(example.place):
+        prompt_ids, completion_ids = codec.encode_completion(example.prompt, example.completion)
     if len(prompt_ids) + len(completion_ids) > max_tokens:
         return ProcessItem(tuple(prompt_ids), tuple(completion_ids), (), (), example.place)
     pieces = answer_pieces(codec, prompt_ids, completion_ids)
     ends = last_tokens(pieces, split_steps("".join(pieces), separator))
     if len(ends) != len(example.labels):
-        raise RowFault(
+        raise _misfit(
+            example.place,
             f"{len(example.labels)} steps, of which the tokenizer keeps {len(ends)}; it changes the separator "
-            f"{separator!r} or what stands around it"
+            f"{separator!r} or what stands around it",
         )
     if len(set(ends)) != len(ends):
-        raise RowFault("two steps end in the same token")
+        raise _misfit(example.place, "two steps end in the same token")
     labelled = [(end, label) for end, label in zip(ends, example.labels, strict=True) if label is not None]
     return ProcessItem(
         tuple(prompt_ids),

@@ -27,13 +27,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quartet.algorithms.segments import keep, masked_owner, reduction_dtype, segment_sum, time_order, wide
+from quartet.algorithms.segments import keep, masked_owner, reduction_dtype, segment_sum, time_order
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
@@ -47,25 +47,9 @@ from quartet.trainers.run_files import writing
 from quartet.trainers.supervised import SupervisedTrainer, SupervisedWorker
 
 CombinationRule = Literal["sum", "min", "discounted"]
-ScoreKind = Literal["probability", "signed", "logit"]
 
 
 # Scores and their combination ----------------------------------------------------------------------------
-
-
-def step_scores(logits_T: Tensor, kind: ScoreKind) -> Tensor:
-    """Returns ``[T]`` scores of steps from a process reward model's outputs, the logits of "this step is right".
-
-    ``probability`` in (0, 1), ``signed`` is ``2 * probability - 1`` in (-1, 1), ``logit`` as it is.
-    """
-    logits_T = wide(logits_T)
-    match kind:
-        case "probability":
-            return logits_T.sigmoid()
-        case "signed":
-            return (logits_T / 2).tanh()
-        case "logit":
-            return logits_T
 
 
 @torch.no_grad()
@@ -137,8 +121,7 @@ def _minimum_so_far(scores_A: Tensor, owner_A: Tensor) -> Tensor:
 # Training ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepLossOutput:
+class StepLossOutput(NamedTuple):
     """A micro-batch's part: the loss (scalar), and sums over its steps.
 
     ``num_decided`` counts steps whose label is not exactly one half, ``num_correct`` those of them that the model
@@ -146,11 +129,8 @@ class StepLossOutput:
     """
 
     loss: Tensor
-    num_steps: Tensor
-    num_decided: Tensor
     num_correct: Tensor
-    probability_sum: Tensor
-    label_sum: Tensor
+    num_decided: Tensor
 
 
 def step_loss(logits_T: Tensor, labels_T: Tensor, step_mask_T: Tensor, num_steps: Tensor | int) -> StepLossOutput:
@@ -169,30 +149,7 @@ def step_loss(logits_T: Tensor, labels_T: Tensor, step_mask_T: Tensor, num_steps
     with torch.no_grad():
         decided_M = labels_M != 0.5
         correct_M = torch.where(logits_M == 0, 0.5, ((logits_M > 0) == (labels_M > 0.5)).to(dtype))
-        return StepLossOutput(
-            loss,
-            step_mask_T.sum(),
-            decided_M.sum(),
-            (correct_M * decided_M).sum(),
-            logits_M.sigmoid().sum(),
-            labels_M.sum(),
-        )
-
-
-def calibration_error(probabilities_M: Tensor, labels_M: Tensor, num_bins: int = 10) -> Tensor:
-    """Computes the expected calibration error (Guo et al., 2017): the mean distance of probability and label by bins of
-    equal width.
-
-    Args:
-        probabilities_M: ``[M]`` in [0, 1].
-        labels_M: ``[M]`` in [0, 1].
-
-    Returns:
-        Scalar: ``sum_b |sum of probabilities - sum of labels in bin b| / M``, 0 for M = 0.
-    """
-    bin_M = (probabilities_M * num_bins).long().clamp(0, num_bins - 1)
-    difference_M = (probabilities_M - labels_M).to(torch.float64)
-    return segment_sum(difference_M, bin_M, num_bins).abs().sum() / max(1, probabilities_M.shape[0])
+        return StepLossOutput(loss, (correct_M * decided_M).sum(), decided_M.sum())
 
 
 # Right and wrong answers ---------------------------------------------------------------------------------
@@ -239,7 +196,6 @@ class StepObjective(Objective):
         out = step_loss(scores, batch.token["step_labels"], batch.token["step_mask"], denominators)
         sums.total("loss/process_reward", out.loss)
         sums.add("process_reward/accuracy", out.num_correct, out.num_decided)
-        sums.add("process_reward/calibration", out.probability_sum - out.label_sum, out.num_steps)
         return out.loss
 
 
@@ -255,10 +211,7 @@ class ProcessRewardWorker(SupervisedWorker[ProcessRewardRecipe, ProcessData]):
     def _measure(self, data: ProcessData) -> dict[str, float]:
         logits_M, labels_M = score_steps(self.engine, data)
         out = step_loss(logits_M, labels_M, torch.ones_like(labels_M, dtype=torch.bool), len(labels_M))
-        found = {
-            "eval/loss": float(out.loss),
-            "eval/calibration_error": float(calibration_error(logits_M.sigmoid(), labels_M)),
-        }
+        found = {"eval/loss": float(out.loss)}
         if out.num_decided > 0:
             found["eval/accuracy"] = float(out.num_correct / out.num_decided)
         return found
@@ -276,7 +229,7 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessRewardRecipe, ProcessRewardW
     """Trains a scalar head on a causal LM's body (or goes on with a reward model) to tell right steps from wrong ones.
 
     Arguments as for ``SupervisedTrainer``; rows have ``prompt``, ``steps`` (or ``completion``) and ``labels``. Held-out
-    figures: ``eval/loss`` (cross-entropy in nats), ``eval/accuracy``, ``eval/calibration_error``. Beside the weights
+    figures: ``eval/loss`` (cross-entropy in nats), ``eval/accuracy``. Beside the weights
     ``process_reward.json`` says how steps end.
     """
 

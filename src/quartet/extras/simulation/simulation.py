@@ -14,12 +14,6 @@ What an iteration costs: seconds of every stage, bytes of every role. The number
 
 Seconds are those on the pool where a role stands; nothing here knows how they change with more devices.
 
-The critical path of a run, read from its spans: the chain of work that made it as long as it is.
-
-A span began when the last of its *causes* had ended: the data it needs, or the work that held its pool. Going back from
-the span that ended last, from cause to cause, gives the path; what lies between a cause's end and the next beginning is
-waiting that no span explains (on a virtual clock there is none).
-
 The virtual clock: the same asyncio program, run in no time and always in the same order. `VirtualLoop` is an event loop
 whose selector never sleeps. When nothing is runnable it jumps `time()` to the next timer; when there is no timer
 either, nothing can ever happen again, and it raises `Deadlock`. Times are whole microseconds, so that 0.1 + 0.2 and 0.3
@@ -29,14 +23,13 @@ are one moment and not two. Nothing that happens outside the loop (threads, sock
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import selectors
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import count, groupby
-from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -75,9 +68,6 @@ class Cost:
     def seconds(self, number: int) -> float:
         return self.fixed_s + self.each_s * number
 
-    def times(self, factor: float) -> Cost:
-        return Cost(self.fixed_s * factor, self.each_s * factor)
-
 
 @dataclass(frozen=True)
 class StageCost:
@@ -111,10 +101,6 @@ class GenerationCost:
     max_running: int = 1_000_000_000
 
 
-def _as_planned(stage: str, number: int) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class CostModel:
     """All of an iteration.
@@ -123,7 +109,6 @@ class CostModel:
         scoring, learning: in the order in which they ask for their leases.
         publish_s: handing new weights to the engine; comparing both with the canary takes no more time.
         resident_bytes: role → mode → bytes on its pool; also says which modes a role has.
-        move_bytes_per_s: role → how fast its parts move in or out; those of other roles take no time.
         vary: ``(stage, number) → factor`` on the seconds of that stage's call of this number, counted from 0. Beside
             those of ``scoring`` and ``learning`` the stages are ``generate``, ``publish`` and ``canary``.
     """
@@ -133,8 +118,7 @@ class CostModel:
     learning: tuple[StageCost, ...]
     publish_s: float
     resident_bytes: Mapping[str, Mapping[LeaseMode, int]] = field(default_factory=dict)
-    move_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    vary: Callable[[str, int], float] = _as_planned
+    vary: Callable[[str, int], float] = lambda stage, number: 1.0
 
     def sizes(self) -> dict[str, dict[LeaseMode, int]]:
         """Returns the bytes of every role in every mode that this iteration uses; 0 where nothing is said."""
@@ -148,21 +132,6 @@ class CostModel:
         for role, mode in modes:
             found.setdefault(role, {})[mode] = self.resident_bytes.get(role, {}).get(mode, 0)
         return found
-
-    def times(self, factor: float) -> CostModel:
-        """Returns the same iteration on another clock: all seconds times ``factor``."""
-
-        def slower(stage: StageCost) -> StageCost:
-            return replace(stage, cost=stage.cost.times(factor))
-
-        return replace(
-            self,
-            generation=replace(self.generation, step=self.generation.step.times(factor)),
-            scoring=tuple(slower(stage) for stage in self.scoring),
-            learning=tuple(slower(stage) for stage in self.learning),
-            publish_s=self.publish_s * factor,
-            move_bytes_per_s={role: speed / factor for role, speed in self.move_bytes_per_s.items()},
-        )
 
 
 def logprob_of(num_updates: int) -> float:
@@ -295,30 +264,6 @@ class TimedGroup(RoleGroup[Any]):
         return found
 
 
-class TimedOffloader:
-    """Parts that take bytes ÷ speed to move; each movement is a span."""
-
-    def __init__(self, costs: CostModel, recorder: SpanRecorder) -> None:
-        self._costs = costs
-        self._sizes = costs.sizes()
-        self._recorder = recorder
-        self._resident: dict[str, int] = {}
-
-    async def onload(self, role: str, mode: LeaseMode) -> None:
-        target = self._sizes[role][mode]
-        await self._move("onload", role, target - self._resident.get(role, 0))
-        self._resident[role] = target
-
-    async def offload(self, role: str) -> None:
-        await self._move("offload", role, self._resident.get(role, 0))
-        self._resident[role] = 0
-
-    async def _move(self, name: str, role: str, num_bytes: int) -> None:
-        speed = self._costs.move_bytes_per_s.get(role)
-        with self._recorder.span(name, role=role, nbytes=num_bytes):
-            await asyncio.sleep(0.0 if speed is None else num_bytes / speed)
-
-
 Sleep = Callable[[str, float], Awaitable[None]]
 """``(role, seconds)``: the role's workers sleep so long."""
 
@@ -342,10 +287,10 @@ def consumed(group: Group) -> Consumed:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What a simulated run was; times are seconds of its clock since its beginning.
+    """What a simulated run was.
 
     Args:
-        ended_s: when each step ended.
+        ended_s: when each step ended, since the run's beginning.
         steps: the groups that each step consumed, with the versions of their tokens.
         peak_bytes: most that was resident at a time, by pool.
     """
@@ -355,10 +300,6 @@ class SimulationResult:
     spans: Sequence[Span]
     peak_bytes: Mapping[str, int]
 
-    @property
-    def step_s(self) -> list[float]:
-        return [end - start for start, end in zip([0.0, *self.ended_s], self.ended_s, strict=False)]
-
 
 @dataclass(eq=False)
 class Simulation:
@@ -366,7 +307,7 @@ class Simulation:
 
     Args:
         accept: group index → whether the stream's filter keeps it.
-        offloader: in place of the one that takes the cost model's time.
+        offloader: moves the models' parts; None: they are moved in no time.
         sleep: in place of sleeping in this process.
     """
 
@@ -378,13 +319,12 @@ class Simulation:
     patience: int = 4
     accept: Callable[[int], bool] | None = None
     offloader: Offloader | None = None
+    recorder: SpanRecorder = field(default_factory=lambda: SpanRecorder(clock=now))
     sleep: Sleep = sleep_here
 
     def __post_init__(self) -> None:
         costs, placement, accept = self.costs, self.placement, self.accept
-        self.recorder = SpanRecorder(clock=now)
-        offloader = TimedOffloader(costs, self.recorder) if self.offloader is None else self.offloader
-        self.arbiter = placed_arbiter(placement, costs.sizes(), offloader=offloader, patience=self.patience)
+        self.arbiter = placed_arbiter(placement, costs.sizes(), offloader=self.offloader, patience=self.patience)
         self.leases = LeaseContext(self.arbiter, self.recorder)
         self._models: defaultdict[str, TimedModel] = defaultdict(TimedModel)
         self._publish_s = self._varied("publish", lambda: costs.publish_s)
@@ -417,7 +357,7 @@ class Simulation:
         return SimulationResult(
             ended_s=ended_s,
             steps=self.steps,
-            spans=[_since(span, started_s) for span in self.recorder.spans()],
+            spans=self.recorder.spans(),
             peak_bytes=self.arbiter.peak_bytes(),
         )
 
@@ -485,7 +425,9 @@ class Simulation:
                 self.leases, self._timed(HEADS, stage.stage, self._models[HEADS], lambda: stage.cost.fixed_s)
             )
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
-        return ModelLearner(self.leases, stage.role, model, UpdatePlan(1, 1, seed=0), _no_objective, stage.role)
+        return ModelLearner(
+            self.leases, stage.role, model, UpdatePlan(1, 1, seed=0), cast(Any, lambda is_first: None), stage.role
+        )
 
     def _timed(self, role: str, stage: str, worker: Any, seconds: Callable[..., float]) -> TimedGroup:
         return TimedGroup(worker, self._varied(stage, seconds), partial(self.sleep, role))
@@ -500,126 +442,14 @@ def _seconds(stage: StageCost, batch: RaggedBatch, *_: Any) -> float:
     return stage.cost.seconds(batch.parents.count(-1))
 
 
-def _no_objective(is_first: bool) -> Any:
-    """Returns None: timed models compute no loss."""
-    return None
-
-
 async def assemble(chunks: Sequence[tuple[Chunk, Sequence[ColumnSet]]]) -> RaggedBatch:
     """Joins a step's chunks with their columns."""
     return RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
 
 
-def _since(span: Span, started_s: float) -> Span:
-    return replace(span, start_s=span.start_s - started_s, end_s=span.end_s - started_s)
-
-
-IsCause = Callable[[Span, Span], bool]
-
-
-@dataclass(frozen=True)
-class PathSpan:
-    """A span of the path; ``wait_s`` passed between the end of its cause (or the run's beginning) and its own start."""
-
-    span: Span
-    wait_s: float
-
-
-_TOLERANCE_S = 1e-6
-"""By how much a cause may end after its effect began and still count as before it."""
-
-
-def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[PathSpan]:
-    """Returns the path to the span that ends last, in order of time.
-
-    Args:
-        is_cause: ``(earlier, later)`` → whether ``later`` may have waited for ``earlier``; times are not its business.
-    """
-    rest = sorted(spans, key=lambda span: (span.end_s, span.start_s))
-    if not rest:
-        return []
-    first_s = min(span.start_s for span in rest)
-    current, path = rest.pop(), []
-    while True:
-        rest = [span for span in rest if span.end_s <= current.start_s + _TOLERANCE_S]
-        causes = [span for span in rest if is_cause(span, current)]
-        if not causes:
-            path.append(PathSpan(current, current.start_s - first_s))
-            return path[::-1]
-        cause = causes[-1]
-        path.append(PathSpan(current, max(0.0, current.start_s - cause.end_s)))
-        rest.remove(cause)
-        current = cause
-
-
-def seconds_on_path(path: Sequence[PathSpan]) -> dict[str, float]:
-    """Returns the seconds per span name that took any, and ``wait`` for what lies between."""
-    found: dict[str, float] = {}
-    for link in (link for link in path if link.span.seconds > 0):
-        found[link.span.name] = found.get(link.span.name, 0.0) + link.span.seconds
-    waits = sum(link.wait_s for link in path)
-    return {**found, "wait": waits} if waits > 0 else found
-
-
-def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iterable[Span]) -> IsCause:
-    """Tells what may hold up what in the spans of a run: data, and the pools of its placement.
-
-    A movement of parts needs what the work needs for which they move.
-    """
-    scoring = {stage.stage for stage in costs.scoring}
-    learning = {stage.stage for stage in costs.learning}
-    publishers = {stage.stage for stage in costs.learning if stage.role in ("actor", HEADS)}
-    ends_step = learning | {"publish", "canary"}
-    movers = _purposes(list(spans), placement)
-
-    def shares_pool(earlier: Span, later: Span) -> bool:
-        return _pool(placement, earlier) == _pool(placement, later)
-
-    def gives_data(earlier: Span, later: Span) -> bool:
-        later = movers.get(id(later), later)
-        if earlier.step is None or later.step is None:
-            return False
-        follows = earlier.step == later.step - 1 and earlier.name in ends_step
-        same_step = earlier.step == later.step
-        if later.name == "generate":
-            return follows
-        if later.name in scoring:
-            return follows or (earlier.name == "generate" and earlier.step <= later.step)
-        if later.name in learning:
-            return same_step and earlier.name in scoring
-        if later.name == "canary":
-            return same_step and earlier.name == "publish"
-        return same_step and earlier.name in publishers
-
-    return lambda earlier, later: shares_pool(earlier, later) or gives_data(earlier, later)
-
-
-def _purposes(spans: Sequence[Span], placement: ResolvedPlacement) -> dict[int, Span]:
-    """Maps each movement (by its id) to the work before which it came.
-
-    What moves in is for its role's next work; what moves out for the next that moves in on its pool.
-    """
-    found: dict[int, Span] = {}
-    in_time = sorted(spans, key=lambda span: span.start_s)
-    for move in (span for span in spans if span.name in ("onload", "offload")):
-        later = [span for span in in_time if span.start_s >= move.end_s and span is not move]
-        mine = [span for span in later if _pool(placement, span) == _pool(placement, move)]
-        arriving = move if move.name == "onload" else next((span for span in mine if span.name == "onload"), None)
-        role = None if arriving is None else arriving.role
-        work = next((span for span in mine if span.role == role and span.mode is not None), None)
-        if work is not None:
-            found[id(move)] = work
-    return found
-
-
-def _pool(placement: ResolvedPlacement, span: Span) -> str:
-    return placement.pool_of[str(span.role)]
-
-
 # The virtual clock --------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 TICKS_PER_S = 1_000_000
 
 
@@ -666,12 +496,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.ticks / TICKS_PER_S
 
-    def call_at(
-        self,
-        when: float,
-        callback: Callable[[Unpack[Ts]], object],
-        *args: *Ts,
-        context: contextvars.Context | None = None,
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
         quantised = round(when * TICKS_PER_S) / TICKS_PER_S
         return super().call_at(quantised, callback, *args, context=context)

@@ -5,28 +5,25 @@ Shapes: B rows, D hidden, K depth, V vocabulary, R ranks.
 Drafts from history: what followed the newest tokens in the prompt, in finished answers to it, in those of before.
 
 Answers of one policy to one prompt repeat each other, those of a policy that was trained on the prompt before even more
-so. The answers are kept as tokens (``Answers``, of bounded size); a suffix automaton of a prompt and its answers exists
-while requests with that prompt run.
+so. The answers are kept as tokens (``Answers``, of bounded size); an index of a prompt and its answers (``Texts``)
+exists while requests with that prompt run.
 
-A proposer offers tokens to follow each running request's newest one; the engine verifies all of them in one forward
+A drafter offers tokens to follow each running request's newest one; the engine verifies all of them in one forward
 (``NativeEngine.step``) and keeps those that it would have drawn anyway. How many are drafted is decided by counts
-alone: running rows, tokens on offer, the share of drafted tokens kept so far by their place in the tree, and what steps
-cost, which was measured once. No clock runs, so a run that goes on from a checkpoint decides as it would have.
+alone: running rows, tokens on offer, the share of drafted tokens kept so far by their place in the tree, and what the
+recipe says that steps cost. No clock runs, so that a run repeats.
 
 Depth 1 is the first drafted token of a row.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate
-from typing import Any, Literal
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,26 +34,19 @@ from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.drafter import DraftTree, chain
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Draw, Request
-from quartet.rollout.sampler import SamplingRows, largest, sample_tokens
+from quartet.rollout.protocol import SamplingParams
+from quartet.rollout.sampler import SamplingRows, sample_tokens
 from quartet.rollout.scheduler import Response
 from quartet.train.state import REST, tensors_of
 
 _DRAFT = 3
-"""Tokens drafted per row where the cost of drafted steps is measured; of ``StepCosts.drafted`` in a recipe, too."""
-_MOST = 7
-"""Tokens drafted per row up to which costs are measured where many rows run; those of more go on in a straight line."""
-_PROMPT = 64
-"""Most tokens of a prompt."""
-_REPEATS = 5
+"""Tokens drafted per row in the steps that ``StepCosts.drafted`` has the cost of."""
 
 
 def cost(table: Sequence[float], num: int) -> float:
     """Reads the cost of ``num`` at least 1: between the powers of two in a straight line; behind the last as between
     the last two.
     """
-    if not table:
-        return 0.0
     if len(table) == 1:
         return table[0]
     at = min(num.bit_length() - 1, len(table) - 2)
@@ -71,106 +61,6 @@ def drafted_cost(costs: StepCosts, num_rows: int, num_tokens: int) -> float:
     return cost(costs.drafted, num_tokens) + cost(costs.plain, num_rows) - cost(costs.plain, measured_rows)
 
 
-def measure(
-    engine: NativeEngine,
-    max_running: int,
-    proposer: Proposer,
-    computing: Callable[[], AbstractContextManager[object]],
-    like: Request,
-    context: int | None,
-) -> StepCosts:
-    """Runs steps of an engine that holds nothing; its counts and cache are of no use afterwards.
-
-    More rows or tokens never cost less: what was measured so is noise, from which larger sizes would be judged. On a
-    CPU the clock is that of this thread's own computing, which stands still while other processes have the core.
-
-    Args:
-        max_running: rows up to which plain steps are measured.
-        proposer: its drafts cost next to nothing, unless they are made from hidden states.
-        computing: in which it is asked for drafts.
-        like: of whose kind requests run. Each has a prompt of its own, as in the tail of a rollout.
-        context: most tokens of a request, its prompt's included; None: no end.
-    """
-    plain, drafted, drafting = [], [], []
-    tree, most_new = proposer.tree, _most_tokens(proposer.tree, max_running)
-    longest, room = len(tree), _PROMPT if context is None else max(1, min(context - most_new, _PROMPT))
-    like = replace(like, prompt_ids=like.prompt_ids[:room])
-    begin = partial(_begin, engine, like, most_new)
-    seconds = partial(_seconds, time.thread_time if engine.packed.device.type == "cpu" else time.perf_counter)
-
-    def draft(nodes: Sequence[int]) -> None:
-        with computing():
-            proposer.draft(engine.running, nodes)
-
-    def step_with(length: int) -> None:
-        for response in engine.running:
-            response.propose([0] * min(length, response.max_tokens - len(response.token_ids) - 1))
-        engine.step()
-
-    for power in range(max_running.bit_length()):
-        begin(1 << power)
-        plain.append(seconds(engine.step))
-    for power in range((max_running * tree.depth).bit_length() if proposer.reads_hidden else 0):
-        num_rows = -(-(1 << power) // tree.depth)
-        depth = -(-(1 << power) // num_rows)
-        begin(num_rows)
-        nodes = [node for node, at in enumerate(tree.depths) if at <= depth]
-        drafting.append(seconds(partial(draft, nodes)))
-    most = max(1 + longest, max_running * (1 + min(longest, _MOST)))
-    for power in range(most.bit_length()):
-        num_rows = min(max(1, (1 << power) // (1 + _DRAFT)), max_running)
-        length = (1 << power) // num_rows - 1
-        begin(num_rows)
-        drafted.append(seconds(partial(step_with, length)))
-    engine.cancel([response.request.request_id for response in engine.running])
-    growing = [tuple(accumulate(found, max)) for found in (plain, drafted, drafting)]
-    return StepCosts(plain=growing[0], drafted=growing[1], drafting=growing[2])
-
-
-def _max_waits(num_rows: int) -> int:
-    """Counts the steps in which some of so many requests still wait for their prompts."""
-    return num_rows // 8
-
-
-def _most_tokens(tree: DraftTree, max_running: int) -> int:
-    """Returns the most tokens that a request may get while costs are measured, and while others wait for
-    their prompts.
-    """
-    return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + _max_waits(max_running)
-
-
-def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> None:
-    """Has so many requests run, and no others."""
-    engine.cancel([response.request.request_id for response in engine.running])
-    sampling = replace(like.sampling, max_new_tokens=most, stop_token_ids=(), stop_strings=())
-    for row in range(num_rows):
-        prompt = (*like.prompt_ids[1:], row % engine.packed.vocab_size)
-        engine.submit(
-            [
-                replace(
-                    like, request_id=str(row), group=str(row), prompt_ids=prompt, sampling=replace(sampling, seed=row)
-                )
-            ]
-        )
-    for _ in range(1 + _max_waits(num_rows)):
-        if len(engine.running) < num_rows:
-            engine.step()
-
-
-def _seconds(clock: Callable[[], float], work: Callable[[], object]) -> float:
-    """Measures the least seconds of several runs: whatever disturbs one makes it longer."""
-    work()
-    found = []
-    for _ in range(_REPEATS):
-        began = clock()
-        work()
-        found.append(clock() - began)
-    return min(found)
-
-
-PROBE_EVERY = 256
-"""Steps in which fewer tokens are drafted than could be, until one row gets all of its draft: acceptance may have
-changed. Such a step may take twice as long as a plain one."""
 _MARGIN = 1.02
 """By so much drafting must promise to be quicker."""
 _WINDOW = 4096
@@ -184,16 +74,15 @@ class Acceptance:
         tree: of whole drafts.
 
     Attributes:
-        num_noted: rows that had drafts.
+        recent: of each node how often it was tried and kept, older times counting less.
         drafted, kept: places at each depth with a token or several, and those of which one was kept; since the engine
             was made, for metrics.
     """
 
     def __init__(self, tree: DraftTree) -> None:
-        self.num_noted = 0
         self.drafted = [0] * tree.depth
         self.kept = [0] * tree.depth
-        self._recent = [[0, 0] for _ in range(len(tree))]
+        self.recent = [[0, 0] for _ in range(len(tree))]
 
     def note(self, tree: DraftTree, kept: Sequence[int], *, ended: bool = False) -> None:
         """Notes what became of one row.
@@ -203,7 +92,6 @@ class Acceptance:
             kept: its nodes that hold, one behind the other.
             ended: the response ends with the last of them, so nothing was tried behind it.
         """
-        self.num_noted += 1
         for depth, (parent, held) in enumerate(zip((-1, *kept), (*kept, None), strict=True)):
             tried = tree.children[1 + parent]
             if not tried or (ended and held is None):
@@ -211,7 +99,7 @@ class Acceptance:
             self.drafted[depth] += 1
             self.kept[depth] += held is not None
             for node in tried:
-                recent = self._recent[tree.nodes[node]]
+                recent = self.recent[tree.nodes[node]]
                 recent[0] += 1
                 recent[1] += node == held
                 if recent[0] >= _WINDOW:
@@ -221,332 +109,28 @@ class Acceptance:
         """Returns how often tokens at ``node`` of the whole are kept where their forerunners are; a half where nothing
         is known.
         """
-        drafted, kept = self._recent[node]
+        drafted, kept = self.recent[node]
         return (kept + 1) / (drafted + 2)
 
-    def state(self) -> list[list[int]]:
-        return [list(recent) for recent in self._recent]
 
-    def load(self, state: Sequence[Sequence[int]]) -> None:
-        for recent, saved in zip(self._recent, state, strict=False):
-            recent[:] = saved
-
-
-class Speculator:
-    """The ``Drafter`` of a proposer: running requests get drafts of as many of its tokens as pay.
+class Speculator(ABC):
+    """A ``Drafter`` that has as many of its tokens verified as pay.
 
     Args:
-        costs: None: the engine measures them before its first step.
-    """
-
-    def __init__(self, proposer: Proposer, costs: StepCosts | None = None) -> None:
-        self.proposer = proposer
-        self.reads_hidden = proposer.reads_hidden
-        self.costs = costs
-        self.acceptance = Acceptance(proposer.tree)
-        self._num_shortened = 0
-        self._marked: dict[str, Any] | None = None
-        self._chosen: tuple[object, list[int]] = (None, [])
-
-    def propose(
-        self, engine: NativeEngine, computing: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> None:
-        if self.costs is None:
-            like = next(iter(engine.held.values())).request
-            self.costs = measure(engine.empty(), engine.max_running, self.proposer, computing, like, engine.context)
-        if engine.running:
-            self.draft(engine.running, computing)
-
-    def verified(self, response: Response, kept: Sequence[int], *, ended: bool) -> None:
-        self.acceptance.note(response.tree, kept, ended=ended)
-
-    def finished(self, response: Response) -> None:
-        self.proposer.finished(response)
-
-    def forget(self, response: Response) -> None:
-        self.proposer.forget(response)
-
-    def by_depth(self) -> tuple[Sequence[int], Sequence[int]]:
-        return self.acceptance.drafted, self.acceptance.kept
-
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        return self.proposer.weights()
-
-    def draft(
-        self, running: Sequence[Response], computing: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> None:
-        """Sets ``draft`` of each.
-
-        Args:
-            computing: in which the proposer is asked for drafts.
-        """
-        room = self._room(running)
-        if not any(n > 0 for n in room):
-            return
-        # What is on offer need not be looked at where even whole drafts of all would not pay.
-        nodes = self.nodes(room)
-        whole = len(self.proposer.tree)
-        probes = len(nodes) < whole and self._num_shortened >= PROBE_EVERY
-        if nodes:
-            room = [min(n, m) for n, m in zip(room, self.proposer.lengths(running), strict=True)]
-            nodes = self.nodes(room)
-        with computing() if nodes or probes else nullcontext():
-            if nodes:
-                self._draft(running, nodes, room)
-            if probes:
-                longest = [max(running, key=lambda r: r.max_tokens - len(r.token_ids))]
-                lengths = self.proposer.lengths(longest)
-                self._draft(
-                    longest, range(whole), [min(*both) for both in zip(self._room(longest), lengths, strict=True)]
-                )
-        self._num_shortened = 0 if probes else self._num_shortened + (len(nodes) < whole)
-
-    def _room(self, running: Sequence[Response]) -> list[int]:
-        """Returns the depth down to which drafts may go: behind them one token more is sampled."""
-        return [min(self.proposer.tree.depth, r.max_tokens - len(r.token_ids) - 1) for r in running]
-
-    def _draft(self, running: Sequence[Response], nodes: Sequence[int], room: Sequence[int]) -> None:
-        """Drafts these nodes for each, down to the depth that it has room for."""
-        tree = self.proposer.tree.only(nodes)
-        for response, draft, n in zip(running, self.proposer.draft(running, nodes), room, strict=True):
-            fitting = [i for i, depth in enumerate(tree.depths) if depth <= n]
-            response.propose([draft[i] for i in fitting], tree.only(fitting))
-
-    def nodes(self, lengths: Sequence[int]) -> list[int]:
-        """Decides what to draft of the proposer's tree, for the most tokens per second; nothing where plain decoding
-        has that.
-
-        Nodes are taken by their chance of being kept, as many as pay: parents come before their children by themselves.
-
-        Args:
-            lengths: depth on offer for each running request.
-        """
-        assert self.costs is not None, "measured before the first step"
-        tree, num_rows = self.proposer.tree, len(lengths)
-        reaching = [sum(n >= depth for n in lengths) for depth in range(1 + tree.depth)]
-        # While nothing is drafted the answer stays the same.
-        question = num_rows, reaching, self.acceptance.num_noted, self.costs
-        if question == self._chosen[0]:
-            return self._chosen[1]
-        self._chosen = question, self._worth(num_rows, reaching)
-        return self._chosen[1]
-
-    def _worth(self, num_rows: int, reaching: Sequence[int]) -> list[int]:
-        """Does what ``nodes`` does, by the number of rows that a draft may reach each depth in."""
-        assert self.costs is not None
-        tree = self.proposer.tree
-        chances: list[float] = []
-        for node, parent in enumerate(tree.parents):
-            chances.append(self.acceptance.rate(node) * (chances[parent] if parent >= 0 else 1.0))
-        order = [node for node in range(len(tree)) if reaching[tree.depths[node]]]
-        order.sort(key=lambda node: -chances[node])
-        best, least = 0, cost(self.costs.plain, num_rows) / num_rows / _MARGIN
-        gained, num_tokens, depth = float(num_rows), num_rows, 0
-        for i, node in enumerate(order):
-            depth = max(depth, tree.depths[node])
-            gained += reaching[tree.depths[node]] * chances[node]
-            num_tokens += reaching[tree.depths[node]]
-            making = cost(self.costs.drafting, num_rows * depth)
-            seconds = (drafted_cost(self.costs, num_rows, num_tokens) + making) / gained
-            if seconds < least:
-                best, least = i + 1, seconds
-        return sorted(order[:best])
-
-    # ---- checkpoints ----
-
-    def mark(self) -> dict[str, Any]:
-        """Makes ``state`` from now on that of this moment, and returns it."""
-        self._marked = self._state()
-        return self._marked
-
-    def state(self) -> dict[str, Any]:
-        """Returns the state as of the last ``mark``: the proposer's tensors by name, and all plain values
-        as ``REST``.
-        """
-        return self._state() if self._marked is None else self._marked
-
-    def _state(self) -> dict[str, Any]:
-        own = {"acceptance": self.acceptance.state(), "shortened": self._num_shortened}
-        costs = None if self.costs is None else self.costs.model_dump()
-        proposers = self.proposer.state()
-        tensors = {name: value for name, value in proposers.items() if isinstance(value, Tensor)}
-        plain = {name: value for name, value in proposers.items() if name not in tensors}
-        return {**tensors, REST: {**own, "costs": costs, "drafter": plain}}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        rest = state[REST]
-        self.acceptance.load(rest["acceptance"])
-        self._num_shortened = rest["shortened"]
-        if rest["costs"] is not None:
-            self.costs = StepCosts(**rest["costs"])
-        self.proposer.load({**tensors_of(state), **rest["drafter"]})
-        self._marked, self._chosen = None, (None, [])
-
-
-MAX_AUTOMATON_TOKENS = 8192
-"""Of an automaton, some 500 bytes each: half of them the prompt's at most, the last quarter for this step's answers."""
-_JOINT = 8
-"""Tokens of the prompt that an answer is added with, so that the answer's beginning is found, too."""
-_MOST_LINKS = 32
-"""Suffixes of a text that count a new token. In text that repeats itself there would be as many as tokens."""
-
-
-Prompt = tuple[int, ...]
-
-
-class SuffixAutomaton:
-    """All substrings of several texts, and how often each token follows each of them (Blumer et al. 1985).
-
-    State 0 is the empty string; a state is the set of places where its substrings end.
-    """
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]
-        self._length = [0]
-        self._count = [0]
-
-    def add(self, tokens: Iterable[int]) -> None:
-        """Adds one more text."""
-        last = 0
-        for token in tokens:
-            last = self._extended(last, token)
-            self.num_tokens += 1
-            state = last
-            for _ in range(_MOST_LINKS):
-                self._count[state] += 1
-                state = self._link[state]
-                if state <= 0:
-                    break
-
-    def _extended(self, last: int, token: int) -> int:
-        """Returns the state of the text so far, at ``last``, with one more token."""
-        following, link, length = self._next, self._link, self._length
-        known = following[last].get(token)
-        if known is not None:
-            return known if length[known] == length[last] + 1 else self._split(last, token, known)
-        new = self._state({}, length[last] + 1, 0)
-        state = last
-        while state >= 0 and token not in following[state]:
-            following[state][token] = new
-            state = link[state]
-        if state >= 0:
-            known = following[state][token]
-            link[new] = known if length[known] == length[state] + 1 else self._split(state, token, known)
-        return new
-
-    def _split(self, state: int, token: int, known: int) -> int:
-        """Returns a state of its own for the substrings of ``known`` that are no longer than those of ``state`` and
-        token.
-        """
-        copy = self._state(dict(self._next[known]), self._length[state] + 1, self._link[known])
-        self._count[copy] = self._count[known]
-        self._link[known] = copy
-        while state >= 0 and self._next[state].get(token) == known:
-            self._next[state][token] = copy
-            state = self._link[state]
-        return copy
-
-    def _state(self, following: dict[int, int], length: int, link: int) -> int:
-        self._next.append(following)
-        self._length.append(length)
-        self._link.append(link)
-        self._count.append(0)
-        return len(self._next) - 1
-
-    def follow(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """Returns the state of the longest suffix that stands in the texts, after one more token, and its length.
-
-        Texts may have been added since ``state`` was found for the suffix of ``matched`` tokens.
-        """
-        while state > 0 and self._length[self._link[state]] >= matched:
-            state = self._link[state]
-        while state > 0 and token not in self._next[state]:
-            state = self._link[state]
-            matched = self._length[state]
-        found = self._next[state].get(token)
-        return (0, 0) if found is None else (found, matched + 1)
-
-    def likeliest(self, state: int, min_match: int, num: int) -> list[int]:
-        """Returns up to ``num`` tokens, each that which followed most often; the one that did so first of equals.
-
-        They follow the longest suffix that does not only end a text, if it has ``min_match`` tokens.
-        """
-        while state > 0 and not self._next[state]:
-            state = self._link[state]
-        if self._length[state] < min_match:
-            return []
-        found: list[int] = []
-        while len(found) < num and (following := self._next[state]):
-            token = max(following, key=lambda t: self._count[following[t]])
-            found.append(token)
-            state = following[token]
-        return found
-
-
-class Answers:
-    """Finished answers by prompt, of ``kept_tokens`` together with their prompts: the oldest of the prompt that was
-    answered least lately go first, and of one prompt those that its automaton would have no room for.
-    """
-
-    def __init__(self, kept_tokens: int) -> None:
-        self.kept_tokens = kept_tokens
-        self.num_tokens = 0
-        self._of: OrderedDict[Prompt, list[Tensor]] = OrderedDict()  # int32: of the prompt, then of its answers
-
-    def of(self, prompt: Prompt) -> list[list[int]]:
-        """Returns the answers to a prompt, the oldest first."""
-        return [answer.tolist() for answer in self._of.get(prompt, [])[1:]]
-
-    def add(self, prompt: Prompt, answer: Tensor) -> None:
-        """Adds an answer ``[n]`` int32."""
-        if prompt not in self._of:
-            self._of[prompt] = [torch.tensor(prompt, dtype=torch.int32)]
-            self.num_tokens += len(prompt)
-        texts = self._of[prompt]
-        texts.append(answer)
-        self._of.move_to_end(prompt)
-        self.num_tokens += len(answer)
-        while len(texts) > 2 and sum(map(len, texts[1:])) > MAX_AUTOMATON_TOKENS:
-            self.num_tokens -= len(texts.pop(1))
-        while self.num_tokens > self.kept_tokens:
-            first, texts = next(iter(self._of.items()))
-            self.num_tokens -= len(texts.pop(1))
-            if len(texts) == 1:
-                del self._of[first]
-                self.num_tokens -= len(first)
-
-    def state(self) -> dict[str, Any]:
-        """Returns the tokens and lengths of all texts as tensors: of each prompt, then of its answers."""
-        texts = [text for of_prompt in self._of.values() for text in of_prompt]
-        return {
-            "tokens": torch.cat([torch.empty(0, dtype=torch.int32), *texts]),
-            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64),
-            "num_answers": torch.tensor([len(of_prompt) - 1 for of_prompt in self._of.values()], dtype=torch.int64),
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        tokens: Tensor = state["tokens"]
-        texts = iter([text.clone() for text in tokens.split(state["lengths"].tolist())])
-        self._of.clear()
-        self.num_tokens = 0
-        for num in state["num_answers"].tolist():
-            prompt = tuple(next(texts).tolist())
-            for _ in range(num):
-                self.add(prompt, next(texts))
-
-
-class Proposer(ABC):
-    """What tokens might follow, whether or not it pays to verify them.
+        tree: a whole draft.
+        costs: of steps.
 
     Attributes:
-        tree: a whole draft.
         reads_hidden: drafts are made from ``Response.hidden``.
     """
 
-    tree: DraftTree
     reads_hidden = False
+
+    def __init__(self, tree: DraftTree, costs: StepCosts) -> None:
+        self.tree = tree
+        self.costs = costs
+        self.acceptance = Acceptance(tree)
+        self._marked: dict[str, Any] | None = None
 
     @abstractmethod
     def lengths(self, running: Sequence[Response]) -> list[int]:
@@ -566,105 +150,262 @@ class Proposer(ABC):
         """Returns what a trainer sends with the model's own weights, named."""
         return ()
 
-    def state(self) -> dict[str, Any]:
-        """Returns what it has learned, as tensors and plain values by name; not changed by what follows."""
+    def learned(self) -> dict[str, Tensor]:
+        """Returns what it has learned, by name; not changed by what follows."""
         return {}
 
-    def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Takes up what ``state`` gave."""
+    def load_learned(self, learned: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Takes up what ``learned`` gave."""
+
+    def propose(
+        self, engine: NativeEngine, computing: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        running, tree = engine.running, self.tree
+        # Behind a draft one token more is sampled.
+        room = [min(tree.depth, r.max_tokens - len(r.token_ids) - 1) for r in running]
+        # What is on offer need not be looked at where even whole drafts of all would not pay.
+        if not any(n > 0 for n in room) or not self.nodes(room):
+            return
+        room = [min(n, m) for n, m in zip(room, self.lengths(running), strict=True)]
+        if not (nodes := self.nodes(room)):
+            return
+        tree = tree.only(nodes)
+        with computing():
+            drafts = self.draft(running, nodes)
+        for response, draft, n in zip(running, drafts, room, strict=True):
+            fitting = [i for i, depth in enumerate(tree.depths) if depth <= n]
+            response.propose([draft[i] for i in fitting], tree.only(fitting))
+
+    def verified(self, response: Response, kept: Sequence[int], *, ended: bool) -> None:
+        self.acceptance.note(response.tree, kept, ended=ended)
+
+    def by_depth(self) -> tuple[Sequence[int], Sequence[int]]:
+        return self.acceptance.drafted, self.acceptance.kept
+
+    def nodes(self, lengths: Sequence[int]) -> list[int]:
+        """Decides what to draft of the tree, for the most tokens per second; nothing where plain decoding
+        has that.
+
+        Nodes are taken by their chance of being kept, as many as pay: parents come before their children by themselves.
+
+        Args:
+            lengths: depth on offer for each running request.
+        """
+        tree, num_rows = self.tree, len(lengths)
+        reaching = [sum(n >= depth for n in lengths) for depth in range(1 + tree.depth)]
+        chances: list[float] = []
+        for node, parent in enumerate(tree.parents):
+            chances.append(self.acceptance.rate(node) * (chances[parent] if parent >= 0 else 1.0))
+        order = [node for node in range(len(tree)) if reaching[tree.depths[node]]]
+        order.sort(key=lambda node: -chances[node])
+        best, least = 0, cost(self.costs.plain, num_rows) / num_rows / _MARGIN
+        gained, num_tokens, depth = float(num_rows), num_rows, 0
+        for i, node in enumerate(order):
+            depth = max(depth, tree.depths[node])
+            gained += reaching[tree.depths[node]] * chances[node]
+            num_tokens += reaching[tree.depths[node]]
+            making = cost(self.costs.drafting, num_rows * depth) if self.reads_hidden else 0.0
+            seconds = (drafted_cost(self.costs, num_rows, num_tokens) + making) / gained
+            if seconds < least:
+                best, least = i + 1, seconds
+        return sorted(order[:best])
+
+    # ---- checkpoints ----
+
+    def mark(self) -> dict[str, Any]:
+        """Makes ``state`` from now on that of this moment, and returns it."""
+        self._marked = self._state()
+        return self._marked
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state as of the last ``mark``: what was learned, and the acceptance as ``REST``."""
+        return self._state() if self._marked is None else self._marked
+
+    def _state(self) -> dict[str, Any]:
+        return {**self.learned(), REST: {"acceptance": [list(recent) for recent in self.acceptance.recent]}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.acceptance.recent = [list(recent) for recent in state[REST]["acceptance"]]
+        self.load_learned(tensors_of(state))
+        self._marked = None
 
 
-@dataclass
-class _Place:
-    """Where a running request's text stands in the automaton of its prompt, after ``num_read`` of its tokens."""
-
-    automaton: SuffixAutomaton
-    state: int
-    matched: int
-    num_read: int = -1
-    draft: Sequence[int] = ()
+MAX_TOKENS = 8192
+"""Of a prompt and its answers: half of them the prompt's at most, the last quarter for this step's answers."""
+_JOINT = 8
+"""Tokens of the prompt that an answer is added with, so that the answer's beginning is found, too."""
+_LONGEST, _MOST = 16, 32
+"""Newest tokens that are compared at most, and places at which they are: the latest of those that have the first."""
 
 
-class HistoryDrafter(Proposer):
+Prompt = tuple[int, ...]
+
+
+class Texts:
+    """What followed each run of ``min_match`` tokens in several texts."""
+
+    def __init__(self, min_match: int) -> None:
+        self.num_tokens = 0
+        self._min_match = min_match
+        self._texts: list[Sequence[int]] = []
+        self._places: dict[Sequence[int], list[tuple[int, int]]] = {}  # text, and the token behind
+
+    def add(self, tokens: Prompt) -> None:
+        """Adds one more text."""
+        for end in range(self._min_match, len(tokens)):
+            place = len(self._texts), end
+            self._places.setdefault(tokens[end - self._min_match : end], []).append(place)
+        self._texts.append(tokens)
+        self.num_tokens += len(tokens)
+
+    def after(self, tokens: Prompt, num: int) -> list[int]:
+        """Returns up to ``num`` tokens, each that which followed most often what stands before it: the longest suffix
+        that is in a text before another token.
+        """
+        found: list[int] = []
+        while len(found) < num and (token := self._likeliest((*tokens, *found)[-_LONGEST:])) is not None:
+            found.append(token)
+        return found
+
+    def _likeliest(self, tokens: Prompt) -> int | None:
+        """Returns the latest of those that followed most often."""
+        places = self._places.get(tokens[-self._min_match :], [])[-_MOST:]
+        if not places:
+            return None
+        sizes = [self._matched(tokens, *place) for place in places]
+        longest = max(sizes)
+        followed = [self._texts[text][end] for (text, end), n in zip(places, sizes, strict=True) if n == longest]
+        return Counter(reversed(followed)).most_common(1)[0][0]
+
+    def _matched(self, tokens: Prompt, text: int, end: int) -> int:
+        """Counts the newest of ``tokens`` that stand in a text before ``end``."""
+        before = self._texts[text][max(0, end - len(tokens)) : end]
+        pairs = zip(reversed(tokens), reversed(before), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+KEPT_TOKENS = 1_000_000
+"""Of prompts and answers that history remembers."""
+
+
+class Answers:
+    """Finished answers by prompt, of ``KEPT_TOKENS`` together with their prompts: the oldest of the prompt that was
+    answered least lately go first, and of one prompt those that an index would have no room for.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._of: OrderedDict[Prompt, list[Tensor]] = OrderedDict()  # int32: of the prompt, then of its answers
+
+    def of(self, prompt: Prompt) -> list[list[int]]:
+        """Returns the answers to a prompt, the oldest first."""
+        return [answer.tolist() for answer in self._of.get(prompt, [])[1:]]
+
+    def add(self, prompt: Prompt, answer: Tensor) -> None:
+        """Adds an answer ``[n]`` int32."""
+        if prompt not in self._of:
+            self._of[prompt] = [torch.tensor(prompt, dtype=torch.int32)]
+            self.num_tokens += len(prompt)
+        texts = self._of[prompt]
+        texts.append(answer)
+        self._of.move_to_end(prompt)
+        self.num_tokens += len(answer)
+        while len(texts) > 2 and sum(map(len, texts[1:])) > MAX_TOKENS:
+            self.num_tokens -= len(texts.pop(1))
+        while self.num_tokens > KEPT_TOKENS:
+            first, texts = next(iter(self._of.items()))
+            self.num_tokens -= len(texts.pop(1))
+            if len(texts) == 1:
+                del self._of[first]
+                self.num_tokens -= len(first)
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns the tokens and lengths of all texts as tensors: of each prompt, then of its answers."""
+        texts = [text for of_prompt in self._of.values() for text in of_prompt]
+        return {
+            "tokens": torch.cat([torch.empty(0, dtype=torch.int32), *texts]),
+            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64),
+            "num_answers": torch.tensor([len(of_prompt) - 1 for of_prompt in self._of.values()], dtype=torch.int64),
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        texts = iter([text.clone() for text in state["tokens"].split(state["lengths"].tolist())])
+        self._of.clear()
+        self.num_tokens = 0
+        for num in state["num_answers"].tolist():
+            prompt = tuple(next(texts).tolist())
+            for _ in range(num):
+                self.add(prompt, next(texts))
+
+
+class HistoryDrafter(Speculator):
     """
     Args:
         min_match: newest tokens that must stand in the texts.
         max_draft: tokens of a draft.
-        kept_tokens: of prompts and answers together.
     """
 
-    def __init__(self, min_match: int, max_draft: int, kept_tokens: int) -> None:
-        self.tree = chain(max_draft)
-        self.answers = Answers(kept_tokens)
+    def __init__(self, min_match: int, max_draft: int, costs: StepCosts) -> None:
+        super().__init__(chain(max_draft), costs)
+        self.answers = Answers()
         self._min_match = min_match
-        self._automata: dict[Prompt, SuffixAutomaton] = {}
-        self._places: dict[Response, _Place] = {}
+        self._texts: dict[Prompt, Texts] = {}
+        self._drafts: dict[Response, tuple[int, Sequence[int]]] = {}  # by tokens so far
 
     def lengths(self, running: Sequence[Response]) -> list[int]:
-        return [len(self._read(response).draft) for response in running]
+        return [len(self._read(response)) for response in running]
 
     def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> list[Sequence[int]]:
-        return [self._read(response).draft[: len(nodes)] for response in running]
+        return [self._read(response)[: len(nodes)] for response in running]
 
-    def _read(self, response: Response) -> _Place:
-        """Goes on to the newest token."""
-        place = self._places.get(response)
-        if place is None:
-            place = self._places[response] = self._begin(response.request.prompt_ids)
-        automaton, num_tokens = place.automaton, len(response.token_ids)
-        if place.num_read < num_tokens:
-            for token in response.token_ids[max(place.num_read, 0) :]:
-                place.state, place.matched = automaton.follow(place.state, place.matched, token)
-            place.num_read = num_tokens
-            place.draft = ()
-            if place.matched >= self._min_match:
-                place.draft = automaton.likeliest(place.state, self._min_match, len(self.tree))
-        return place
+    def _read(self, response: Response) -> Sequence[int]:
+        """Returns the whole draft behind the newest token."""
+        prompt, tokens = response.request.prompt_ids, response.token_ids
+        num, draft = self._drafts.get(response, (-1, ()))
+        if num != len(tokens):
+            newest = (*prompt[-_LONGEST:], *tokens[-_LONGEST:])[-_LONGEST:]
+            draft = self._texts_of(prompt).after(newest, len(self.tree))
+            self._drafts[response] = len(tokens), draft
+        return draft
 
-    def _begin(self, prompt: Prompt) -> _Place:
-        """Returns the end of the prompt; its automaton is made where there is none."""
-        automaton = self._automata.get(prompt)
-        if automaton is None:
-            automaton = self._automata[prompt] = SuffixAutomaton()
-            automaton.add(prompt[-MAX_AUTOMATON_TOKENS // 2 :])
+    def _texts_of(self, prompt: Prompt) -> Texts:
+        if prompt not in self._texts:
+            texts = self._texts[prompt] = Texts(self._min_match)
+            texts.add(prompt[-MAX_TOKENS // 2 :])
             for answer in reversed(self.answers.of(prompt)):
-                _add(automaton, prompt, answer, MAX_AUTOMATON_TOKENS * 3 // 4)
-        state = matched = 0
-        for token in prompt[-MAX_AUTOMATON_TOKENS // 2 :]:
-            state, matched = automaton.follow(state, matched, token)
-        return _Place(automaton, state, matched)
+                _add(texts, prompt, answer, MAX_TOKENS * 3 // 4)
+        return self._texts[prompt]
 
     def finished(self, response: Response) -> None:
         prompt, tokens = response.request.prompt_ids, response.token_ids
         self.answers.add(prompt, torch.tensor(tokens, dtype=torch.int32))
-        if prompt in self._automata:
-            _add(self._automata[prompt], prompt, tokens, MAX_AUTOMATON_TOKENS)
+        if prompt in self._texts:
+            _add(self._texts[prompt], prompt, tokens, MAX_TOKENS)
 
     def forget(self, response: Response) -> None:
-        if self._places.pop(response, None) is None:
+        if self._drafts.pop(response, None) is None:
             return
         prompt = response.request.prompt_ids
-        if all(other.request.prompt_ids != prompt for other in self._places):
-            del self._automata[prompt]
+        if all(other.request.prompt_ids != prompt for other in self._drafts):
+            del self._texts[prompt]
 
-    def state(self) -> dict[str, Any]:
+    def learned(self) -> dict[str, Tensor]:
         return self.answers.state()
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.answers.load(state)
+    def load_learned(self, learned: Mapping[str, Tensor]) -> None:
+        self.answers.load(learned)
 
 
-def _add(automaton: SuffixAutomaton, prompt: Prompt, answer: Sequence[int], limit: int) -> None:
+def _add(texts: Texts, prompt: Prompt, answer: Sequence[int], limit: int) -> None:
     """Adds an answer, so that what follows the prompt's last tokens is known, too; of a long one as much as there is
     room for below ``limit``.
     """
-    room = limit - automaton.num_tokens
+    room = limit - texts.num_tokens
     if room > _JOINT:
-        automaton.add((*prompt[-_JOINT:], *answer)[:room])
+        texts.add((*prompt[-_JOINT:], *answer)[:room])
 
 
-Choice = Literal["top", "uniform", "gumbel"]
-_DRAWS: dict[Choice, Draw] = {"uniform": "inverse", "gumbel": "gumbel"}
+_LIKELIEST = SamplingParams(temperature=0.0)
 
 
 def branching(paths: Sequence[Sequence[int]]) -> DraftTree:
@@ -679,13 +420,14 @@ def branching(paths: Sequence[Sequence[int]]) -> DraftTree:
     return DraftTree(parents, tuple(range(len(paths))))
 
 
-class HeadDrafter(Proposer):
-    """Tokens from each head's distribution: the likeliest, or those that the request itself would draw there first.
+class HeadDrafter(Speculator):
+    """The likeliest tokens of each head, or, of requests that race (``draw: gumbel``), those that their own noise would
+    draw there first.
 
     Args:
         heads: hidden states ``[B, D]`` and a depth K to logits ``[B, K, V]``; of depth 1 is the token after the newest.
         paths: a draft's nodes by ranks among the heads' tokens (``branching``).
-        learned: weights of the heads that a trainer sends, named.
+        sent: weights of the heads that a trainer sends, named.
     """
 
     reads_hidden = True
@@ -694,14 +436,13 @@ class HeadDrafter(Proposer):
         self,
         heads: Callable[[Tensor, int], Tensor],
         paths: Sequence[Sequence[int]],
-        choose: Choice = "top",
-        learned: Sequence[tuple[str, Tensor]] = (),
+        costs: StepCosts,
+        sent: Sequence[tuple[str, Tensor]] = (),
     ) -> None:
-        self.tree = branching(paths)
+        super().__init__(branching(paths), costs)
         self._ranks = [path[-1] for path in paths]
-        self._learned = learned
+        self._sent = sent
         self._heads = heads
-        self._choose: Choice = choose
 
     def lengths(self, running: Sequence[Response]) -> list[int]:
         return [self.tree.depth] * len(running)
@@ -711,26 +452,20 @@ class HeadDrafter(Proposer):
         depths, ranks = [self.tree.depths[node] - 1 for node in nodes], [self._ranks[node] for node in nodes]
         depth = 1 + max(depths)
         flat = self._heads(torch.stack([r.hidden for r in running if r.hidden is not None]), depth).flatten(0, 1)
-        # Of a vocabulary with fewer tokens than ranks the last one has the ranks behind it, too.
-        num = min(1 + max(ranks), flat.shape[1])
-        ranks = [min(rank, num - 1) for rank in ranks]
-        if self._choose == "top":
-            tokens = largest(flat, num)
-        else:
-            draw = _DRAWS[self._choose]
-            sampling = [replace(r.request.sampling, draw=draw) for r in running]
-            rows = SamplingRows.build([params for params in sampling for _ in range(depth)], flat.shape[1], flat.device)
-            places = np.array([len(r.token_ids) + i for r in running for i in range(depth)], dtype=np.uint64)
-            tokens = sample_tokens(flat, rows, places, num)
+        num = 1 + max(ranks)
+        how = [r.request.sampling if r.request.sampling.draw == "gumbel" else _LIKELIEST for r in running]
+        rows = SamplingRows.build([params for params in how for _ in range(depth)], flat.shape[1], flat.device)
+        places = np.array([len(r.token_ids) + i for r in running for i in range(depth)], dtype=np.uint64)
+        tokens = sample_tokens(flat, rows, places, num)
         found: list[list[int]] = tokens.view(len(running), depth, num)[:, depths, ranks].tolist()
         return found
 
     def weights(self) -> Sequence[tuple[str, Tensor]]:
-        return self._learned
+        return self._sent
 
 
 def history(config: HistorySpeculation, packed: PackedCausalLM, model: None) -> Speculator:
-    return Speculator(HistoryDrafter(config.min_match, config.max_draft, config.kept_tokens), config.costs)
+    return HistoryDrafter(config.min_match, config.max_draft, config.costs)
 
 
 def medusa(config: MedusaSpeculation, packed: PackedCausalLM, heads: MedusaHeads | None) -> Speculator:
@@ -741,12 +476,12 @@ def medusa(config: MedusaSpeculation, packed: PackedCausalLM, heads: MedusaHeads
     Raises:
         UserError: heads that are not there, or are another trunk's.
     """
-    learned: Sequence[tuple[str, Tensor]] = ()
+    sent: Sequence[tuple[str, Tensor]] = ()
     if heads is None:
         heads = load_heads(config, packed)
-        learned = tuple(heads.weights()) if config.learns else ()
+        sent = tuple(heads.weights()) if config.learns else ()
     paths = config.tree or [(0,) * depth for depth in range(1, heads.depth + 1)]
-    return Speculator(HeadDrafter(heads, paths, config.choose, learned), config.costs)
+    return HeadDrafter(heads, paths, config.costs, sent)
 
 
 def load_heads(config: MedusaSpeculation, packed: PackedCausalLM) -> MedusaHeads:

@@ -36,10 +36,9 @@ from transformers import PreTrainedTokenizerBase
 
 from quartet.batch.ragged import RaggedBatch, sent
 from quartet.config.common import OptimConfig
-from quartet.extras.speculation.config import FOLDER, PREFIX, HeadsConfig, HeadTraining, MedusaSpeculation
+from quartet.extras.speculation.config import DECAY, FOLDER, PREFIX, HeadTraining, MedusaSpeculation
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
-from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import AddedLosses, TrainWorker, Update
 from quartet.train.engine import Objective, TrainEngine, build_optimizer, clip_gradients, learning_rate
 from quartet.train.forward import Needs, Outputs, leaf_rows
@@ -52,12 +51,10 @@ from quartet.train.state import (
     model_tensors,
     optimizer_tensors,
     shapes_of,
-    tensors_of,
 )
 
 HIDDEN = Needs(hidden=True)
 """The states that ``HeadTrainer`` learns from, of the tokens under ``loss_mask``."""
-TOP = 5
 _LOGIT_BYTES = 1 << 26
 """Most bytes of the logits of all heads that exist at a time."""
 
@@ -78,31 +75,25 @@ def future_labels(batch: RaggedBatch, depth: int) -> Tensor:
     return labels
 
 
+def labelled(labels: Tensor) -> Tensor:
+    """Returns ``[M]`` positions that have a label for the first head."""
+    return (labels[:, 0] >= 0).nonzero().squeeze(1)
+
+
 class HeadTrainer:
     """AdamW on Medusa heads; the trunk gets no gradient.
 
-    The loss is ``Σ_k depth_decay^k`` times head ``k``'s mean cross-entropy over the positions that it has labels for.
+    The loss is ``Σ_k DECAY^k`` times head ``k``'s mean cross-entropy over the positions that it has labels for.
 
     Args:
         optim: of the heads alone.
         total_steps: updates of the whole run, for the learning-rate schedule.
-        seed: with the number of the update decides which positions are drawn where there is a budget.
     """
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        config: HeadsConfig | HeadTraining,
-        optim: OptimConfig,
-        *,
-        total_steps: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, heads: MedusaHeads, optim: OptimConfig, *, total_steps: int) -> None:
         self.heads = heads
-        self.config = config
         self.optim = optim
         self.total_steps = total_steps
-        self.seed = seed
         self.optimizer = build_optimizer(heads, optim)
         self.num_updates = 0
         self.num_skipped = 0
@@ -118,7 +109,7 @@ class HeadTrainer:
             ``loss/medusa``, ``medusa/accuracy_depth_<k>``, ``medusa/positions``, ``grad_norm`` and ``lr``.
         """
         labels = future_labels(batch, self.heads.depth)
-        rows, sums = self.drawn(labels, self.config.tokens_per_step), MetricSums()
+        rows, sums = labelled(labels), MetricSums()
         update, found = self.learn(hidden, labels, rows, sums), sums.results()
         accuracies = {f"medusa/{name}": value for name, value in found.items() if name.startswith("accuracy")}
         return {"loss/medusa": found["loss"], **accuracies, "medusa/positions": float(len(rows)), **update}
@@ -160,21 +151,18 @@ class HeadTrainer:
 
         Returns:
             ``eval/loss``; by depth ``medusa/accepted_depth_<k>``, how often heads 1 … k all have the token as their
-            likeliest, and ``medusa/top_5_depth_<k>``; ``medusa/tokens_per_forward``, one and the accepted ones.
+            likeliest; ``medusa/tokens_per_forward``, one and the accepted ones.
         """
         sums, depth = MetricSums(), self.heads.depth
         for hidden, batch in found:
             labels = future_labels(batch, depth)
-            for states_MD, labels_MK in self._chunks(hidden, labels, (labels[:, 0] >= 0).nonzero().squeeze(1)):
+            for states_MD, labels_MK in self._chunks(hidden, labels, labelled(labels)):
                 logits, has = self.heads(states_MD), labels_MK >= 0
-                # Among the first TOP in their order, the first of which is the likeliest.
-                top = logits.topk(min(TOP, logits.shape[-1])).indices == labels_MK.unsqueeze(-1)
-                chain = top[..., 0].cumprod(1)
+                chain = (logits.argmax(-1) == labels_MK).cumprod(1)
                 losses = F.cross_entropy(logits.transpose(1, 2), labels_MK, ignore_index=-1, reduction="none")
                 for k in range(depth):
                     sums.mean(f"loss_{k}", losses[:, k], has[:, k])
                     sums.mean(f"medusa/accepted_depth_{k + 1}", chain[:, k], has[:, k])
-                    sums.mean(f"medusa/top_{TOP}_depth_{k + 1}", top[:, k].any(-1), has[:, k])
         figures = sums.results()
         losses_K = [figures.pop(f"loss_{k}", 0.0) for k in range(depth)]
         accepted = sum(value for name, value in figures.items() if name.startswith("medusa/accepted"))
@@ -183,21 +171,7 @@ class HeadTrainer:
 
     @property
     def _decays(self) -> list[float]:
-        return [self.config.depth_decay**k for k in range(self.heads.depth)]
-
-    def drawn(self, labels: Tensor, most: int | None, *, ahead: int = 0) -> Tensor:
-        """Draws ``[M]`` positions with a label for the first head: all, or as many as an update may have, in their
-        order.
-
-        Args:
-            ahead: updates that are still to come before the one that these are for.
-        """
-        rows = (labels[:, 0] >= 0).nonzero().squeeze(1)
-        if most is None or len(rows) <= most:
-            return rows
-        draw = np.random.default_rng([self.seed, self.num_updates + self.num_skipped + ahead])
-        picked = np.sort(draw.choice(len(rows), most, replace=False))
-        return rows[sent(torch.from_numpy(picked), rows.device)]
+        return [DECAY**k for k in range(self.heads.depth)]
 
     def _chunks(self, hidden: Tensor, labels: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields states ``[m, D]`` and labels ``[m, K]`` of the rows, on the heads' device, as many as there is room
@@ -210,35 +184,24 @@ class HeadTrainer:
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns everything an exact resume needs, named as in ``train.state``."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        rest = {"groups": groups, "num_updates": self.num_updates, "num_skipped": self.num_skipped}
+        """Returns everything an exact resume needs, named as in ``train.state``, and as beside a trunk's."""
+        rest = {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
         return {**self._tensors(), REST: rest}
 
+    def _named(self) -> dict[str, Tensor]:
+        return {PREFIX + name: parameter for name, parameter in self.heads.named_parameters()}
+
     def _tensors(self) -> dict[str, Tensor]:
-        named = dict(self.heads.named_parameters())
-        return {**model_tensors(named), **optimizer_tensors(self.optimizer, named)}
+        return {**model_tensors(self._named()), **optimizer_tensors(self.optimizer, self._named())}
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
         """Gives tensors to load a saved state into, as ``TrainEngine.loading`` does."""
-        make_optimizer_tensors(self.optimizer, dict(self.heads.named_parameters()), saved)
+        make_optimizer_tensors(self.optimizer, self._named(), saved)
         live = self._tensors()
         check_fit(shapes_of(live), saved, "train the heads that the run began with, or choose another output_dir")
         yield live
-        for group, values in zip(self.optimizer.param_groups, rest["groups"], strict=True):
-            group.update(values)
         self.num_updates, self.num_skipped = rest["num_updates"], rest["num_skipped"]
-
-
-LOW = 0.5
-"""Acceptance below which the whole budget is used."""
-FALLING = 0.98
-"""Acceptance of late, over its best so far, below which it has fallen."""
-LEAST = 0.25
-"""The budget's smallest share: an update from few positions does more harm than good."""
-MEMORY = 4.0
-"""Steps after which what was counted in one weighs about a third."""
 
 
 class Watched(Objective):
@@ -302,19 +265,22 @@ class Companion:
     ) -> None:
         self.heads = heads
         self._engine = engine
-        self._config = config
-        self._trainer = HeadTrainer(heads, config, config.optim, total_steps=engine.total_steps, seed=seed)
-        # Drafted tokens and those that were kept, older steps counting less; and the best share of these so far.
-        self._drafted, self._accepted, self._best, self._share = 0.0, 0.0, 0.0, 1.0
+        self._tokens_per_step = config.tokens_per_step
+        self._seed = seed
+        self.trainer = HeadTrainer(heads, config.optim, total_steps=engine.total_steps)
         self._kept: list[tuple[Tensor | None, Tensor, Tensor]] = []  # states, is_here, labels
 
     def watch(self, batch: RaggedBatch, objective: Objective, num_updates: int) -> Watched:
         """Has ``objective`` watched with the positions of ``batch`` to learn from, in a step of ``num_updates``
         updates.
         """
-        most = max(1, round(self._share * self._config.tokens_per_step / num_updates))
+        most = max(1, round(self._tokens_per_step / num_updates))
         labels = future_labels(batch, self.heads.depth)
-        rows = self._trainer.drawn(labels, most, ahead=len(self._kept))
+        rows = labelled(labels)
+        if len(rows) > most:
+            number = self.trainer.num_updates + self.trainer.num_skipped + len(self._kept)
+            picked = np.sort(np.random.default_rng([self._seed, number]).choice(len(rows), most, replace=False))
+            rows = rows[sent(torch.from_numpy(picked), rows.device)]
         return Watched(objective, batch, rows, labels[rows])
 
     def keep(self, watched: Watched) -> None:
@@ -338,13 +304,13 @@ class Companion:
             for states, is_here, labels in kept:
                 whole = states if self._engine.num_ranks == 1 else self._joined(states, is_here)
                 assert whole is not None, "every position is in a pass"
-                self._trainer.learn(whole, labels, torch.arange(len(labels)), sums)
+                self.trainer.learn(whole, labels, torch.arange(len(labels)), sums)
         figures = sums.results()
         return {
             **{f"heads/{name}": value for name, value in figures.items() if name.startswith("accuracy")},
             "heads/loss": figures["loss"] / len(kept),
             "heads/tokens": float(sum(len(labels) for *_, labels in kept)),
-            "heads/skipped_steps": float(self._trainer.num_skipped),
+            "heads/skipped_steps": float(self.trainer.num_skipped),
         }
 
     def _joined(self, states: Tensor | None, is_here: Tensor) -> Tensor:
@@ -356,43 +322,6 @@ class Companion:
         for places, theirs in parts:
             joined[places] = theirs
         return joined
-
-    def note_drafts(self, drafted: int, kept: int) -> None:
-        """Sets the budget of the next step by what became of the drafts in this one; without any it stays. All of it
-        while acceptance is low or has fallen, else half as much as before.
-
-        An engine that was started anew counts from 0, so the difference may be below that: as if there were none.
-        """
-        if drafted <= 0:
-            return
-        fade = 1 - 1 / MEMORY
-        self._drafted, self._accepted = fade * self._drafted + drafted, fade * self._accepted + kept
-        recent = self._accepted / self._drafted
-        self._best = max(self._best, recent)
-        is_low = recent < LOW or recent < FALLING * self._best
-        self._share = 1.0 if is_low else max(self._share / 2, LEAST)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the heads, their gradients and their moments."""
-        return 4 * sum(p.nbytes for p in self.heads.parameters())
-
-    # State -----------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Returns what ``HeadTrainer.state`` does, tensors named as beside a trunk's."""
-        state = self._trainer.state()
-        tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
-        own = {"share": self._share, "best": self._best, "counts": (self._drafted, self._accepted)}
-        return {**tensors, REST: {**state[REST], **own}}
-
-    @contextmanager
-    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """Gives tensors to load a saved state into, as ``TrainEngine.loading`` does, by the names of ``state``."""
-        with self._trainer.loading({n.removeprefix(PREFIX): shape for n, shape in saved.items()}, rest) as live:
-            yield {PREFIX + name: tensor for name, tensor in live.items()}
-        self._share, self._best = rest["share"], rest["best"]
-        self._drafted, self._accepted = rest["counts"]
 
 
 class CompanionWorker(TrainWorker):
@@ -418,25 +347,19 @@ class CompanionWorker(TrainWorker):
     def train_drafter(self) -> dict[str, float]:
         return self.companion.learn()
 
-    def note_drafts(self, drafted: int, kept: int) -> None:
-        self.companion.note_drafts(drafted, kept)
-
     def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
         return chain(super().sent_weights(), self.drafter_model.weights())
 
-    def sizes(self) -> dict[LeaseMode, int]:
-        return {mode: size + self.companion.num_bytes for mode, size in super().sizes().items()}
-
     def checkpoint_state(self) -> dict[str, Any]:
-        state, own = super().checkpoint_state(), self.companion.state()
+        state, own = super().checkpoint_state(), self.companion.trainer.state()
         return {**state, **own, REST: {**state[REST], "companion": own[REST]}}
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        of_heads = {name: shape for name, shape in saved.items() if name.startswith(PREFIX)}
+        of_heads = {name: shape for name, shape in saved.items() if PREFIX in name}
         others = {name: shape for name, shape in saved.items() if name not in of_heads}
         with (
-            self.companion.loading(of_heads, rest.get("companion", {})) as theirs,
+            self.companion.trainer.loading(of_heads, rest.get("companion", {})) as theirs,
             super().loading(others, rest) as live,
         ):
             yield {**live, **theirs}

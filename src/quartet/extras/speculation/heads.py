@@ -37,18 +37,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from quartet.config import UserError
-from quartet.config.errors import read_file
-from quartet.config.nearest import missing_file
 from quartet.extras.speculation.config import FOLDER, PREFIX
 from quartet.models.directories import WHOLE, save_tensors
-from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.vllm.start import Drafts
 from quartet.text.loading import local_or_hub
 from quartet.weights.sink import gather
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_NUMBERS = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size", "original_lm_head")
 
 
 class ResidualBlock(nn.Module):
@@ -150,19 +146,13 @@ class MedusaHeads(nn.Module):
             return head.weight, head.bias
         return head.weight.detach(), None if head.bias is None else head.bias.detach()
 
-    def save(self, path: Path, *, with_trunk_head: bool = False) -> None:
+    def save(self, path: Path) -> None:
         """Writes a directory that ``load`` reads, and vLLM where the heads have LM heads of their own. Collective where
         the trunk is sharded: its first rank writes.
-
-        Args:
-            with_trunk_head: the trunk's LM head too, without which vLLM cannot load heads that share it.
 
         Raises:
             OSError: it could not be written.
         """
-        named = self.state_dict()
-        if with_trunk_head and self.lm_heads is None:
-            named["lm_head.weight"] = self._head(0)[0]
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -174,12 +164,12 @@ class MedusaHeads(nn.Module):
             "medusa_fc_bias": False,
             "original_lm_head": self.lm_heads is None,
             "logit_scale": self.trunk.logit_scale,
-            "trunk": {"path": str(self.trunk.model.name_or_path), "sha256": trunk_digest(self.trunk)},
+            "trunk": str(self.trunk.model.name_or_path),
         }
         if not self.trunk.gather.is_first:
             return
         path.mkdir(parents=True, exist_ok=True)
-        save_tensors(path / _WEIGHTS, named, WHOLE)
+        save_tensors(path / _WEIGHTS, self.state_dict(), WHOLE)
         (path / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -194,87 +184,27 @@ class MedusaHeads(nn.Module):
             UserError: there are none, they cannot be read, are fewer, or of another trunk.
         """
         path = Path(local_or_hub(path, "heads", FOLDER))
-        config = _read_config(path)
-        if depth is not None and depth > (num := config["num_heads"]):
-            raise UserError(
-                "more Medusa heads are asked for than there are",
-                found=f"depth {depth}; {num} heads in {path}",
-                remedy=f"set depth to {num} or less, or train more by quartet medusa with heads.depth={depth}",
-            )
-        _check_trunk(path, config, trunk)
-        shape = {"layers": config["num_hidden_layers"], "shared_head": bool(config["original_lm_head"])}
-        heads = cls(trunk, depth or config["num_heads"], **shape)
-        if trunk.device.type == "meta":
-            return heads
         try:
-            with safe_open(str(path / _WEIGHTS), "pt") as file:
-                heads.load_state_dict({name: file.get_tensor(name) for name in heads.state_dict()})
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise _unreadable(path / _WEIGHTS, str(error).partition("\n")[0]) from error
+            config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+            sizes = config["hidden_size"], config["vocab_size"]
+            if sizes != (trunk.head.in_features, trunk.head.out_features):
+                raise UserError(
+                    "the Medusa heads were trained on another model",
+                    found=f"hidden size and vocabulary {sizes} in {path} of {config['trunk']!r}, here {trunk.head}",
+                    remedy="name the heads of this model, or train some by quartet medusa",
+                )
+            shape = {"layers": config["num_hidden_layers"], "shared_head": config["original_lm_head"]}
+            heads = cls(trunk, depth or config["num_heads"], **shape)
+            if trunk.device.type != "meta":
+                with safe_open(str(path / _WEIGHTS), "pt") as file:
+                    heads.load_state_dict({name: file.get_tensor(name) for name in heads.state_dict()})
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError, RuntimeError) as error:
+            raise UserError(
+                f"the Medusa heads cannot be read: {path}",
+                found=f"{type(error).__name__}: {error}".partition("\n")[0],
+                remedy="name a directory that quartet medusa has written, and no more heads (depth, tree) than it has",
+            ) from error
         return heads
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Reads what a directory of heads says of them, as ``MedusaHeads.save`` has written it.
-
-    Raises:
-        UserError: there are none, or others.
-    """
-    file = path / _CONFIG
-    if not file.is_file():
-        raise missing_file("there are no Medusa heads", file)
-    if not (path / _WEIGHTS).is_file():
-        raise _unreadable(path / _WEIGHTS, "no file")  # opening a pipe would wait for ever
-    try:
-        config: dict[str, Any] = json.loads(read_file(file))
-        trunk = {key: str(config["trunk"][key]) for key in ("path", "sha256")}
-        return {**config, **{key: int(config[key]) for key in _NUMBERS}, "trunk": trunk}
-    except (ValueError, KeyError, TypeError) as error:
-        raise _unreadable(file, f"{type(error).__name__}: {error}") from error
-
-
-def _check_trunk(path: Path, config: dict[str, Any], trunk: PackedCausalLM) -> None:
-    """Compares the trunk by its weights where they are here as a whole, else by its sizes alone.
-
-    Raises:
-        UserError: the heads are of another trunk.
-    """
-    own: dict[str, Any] = {"hidden_size": trunk.head.in_features, "vocab_size": trunk.head.out_features}
-    there: dict[str, Any] = {name: config[name] for name in own}
-    if own == there and trunk.gather is WHOLE and trunk.device.type != "meta":
-        own, there = {"SHA-256": trunk_digest(trunk)}, {"SHA-256": config["trunk"]["sha256"]}
-    if own == there:
-        return
-    found = "; ".join(f"{name} {there[name]} there, {own[name]} here" for name in own if own[name] != there[name])
-    raise UserError(
-        "the Medusa heads were trained on another model",
-        found=f"heads {path} of {config['trunk']['path']!r}, model {trunk.model.name_or_path!r}: {found}",
-        remedy="name the heads of this model, or train some by quartet medusa",
-    )
-
-
-def _unreadable(path: Path, found: str) -> UserError:
-    return UserError(
-        f"the Medusa heads cannot be read: {path}",
-        found=found,
-        remedy="name a directory that quartet medusa has written (what its run calls medusa/), or write it again",
-    )
-
-
-def trunk_digest(trunk: PackedCausalLM) -> str:
-    """Returns the SHA-256 of every weight under its name, as without adapters; tied ones count once. Of a sharded trunk
-    the first rank gets it, and all call.
-    """
-
-    def named() -> Iterator[tuple[str, Tensor]]:
-        seen = set[int]()
-        for name, tensor in sorted(trunk.model.state_dict(keep_vars=True).items()):
-            if id(tensor) not in seen and (whole := trunk.gather.whole(tensor)) is not None:
-                yield name, whole
-            seen.add(id(tensor))
-
-    with trunk.without_adapters():
-        return digest_of(named())
 
 
 _LONGEST_MATCH = 16

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from quartet.config.common import DataConfig
 from quartet.data.datasets import PromptData, SFTData, SFTItem
 from quartet.extras.speculation.config import FOLDER, MedusaRecipe
 from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
-from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
+from quartet.extras.speculation.heads import MedusaHeads
+from quartet.models.lora import digest_of
 from quartet.models.memory import drop_derived
 from quartet.observe.files import RowAppender, read_rows
 from quartet.rollout.engine import NativeEngine
@@ -36,9 +36,9 @@ from quartet.rollout.protocol import Request
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import sampling_params
-from quartet.train.state import REST, Shape
+from quartet.train.state import Shape
 from quartet.trainers.evaluation import run_to_end
-from quartet.trainers.input_sources import Reader, check_budget, demonstration_reader, prompt_data, prompt_reader
+from quartet.trainers.input_sources import Reader, check_budget, prompt_data, prompt_reader
 from quartet.trainers.run_files import writing
 from quartet.trainers.supervised import Given, SupervisedTrainer, SupervisedWorker
 
@@ -48,7 +48,7 @@ _DRAWS = {"data": 0, "evaluation_data": -1}
 
 
 def reader(recipe: MedusaRecipe) -> Reader[Any]:
-    return demonstration_reader if recipe.answers == "data" else prompt_reader
+    return prompt_reader
 
 
 class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
@@ -58,30 +58,21 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
     _rows_key = "answers_per_step"
 
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> Any:
-        """Reads rows with answers; or prompts, each as often as it is to be answered, until ``sample_answers`` was
-        called.
-        """
-        if self.recipe.answers == "data":
-            return super()._read(key, config, rows, context)
+        """Reads prompts, each as often as it is to be answered, until ``sample_answers`` was called."""
         found = prompt_data(config, rows, self.codec, context, key)
         return replace(found, items=tuple(i for i in found.items for _ in range(self.recipe.samples_per_prompt)))
 
     def _longest(self) -> int:
-        longest = max(item.num_tokens for item in self.data.items)
-        longest += self.recipe.sampling.max_new_tokens if isinstance(self.data, PromptData) else 0
+        longest = max(item.num_tokens for item in self.data.items) + self.recipe.sampling.max_new_tokens
         budget = self.recipe.train.forward_token_budget
         check_budget(longest, budget, "train.forward_token_budget")
         return 0  # nothing has gradients but the heads, which take positions one by one
 
     def _begin(self, given: Given) -> None:
         recipe = self.recipe
-        config, optim = recipe.heads, recipe.train.optim
+        config = recipe.heads
         heads = MedusaHeads(self.packed, config.depth, layers=config.layers, shared_head=config.shared_head)
-        self.trainer = HeadTrainer(heads, config, optim, total_steps=self.steps, seed=recipe.seed)
-
-    @cached_property
-    def _trunk(self) -> str:
-        return trunk_digest(self.packed)
+        self.trainer = HeadTrainer(heads, recipe.train.optim, total_steps=self.steps)
 
     # Answers ---------------------------------------------------------------------------------------------
 
@@ -94,7 +85,8 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
         found = {"data": self.data, "evaluation_data": self.evaluation}
         self._asked = {key: self._requests(key, data) for key, data in found.items() if data is not None}
         about = [[one.request_id, *one.prompt_ids] for asked in self._asked.values() for one in asked]
-        digest = hashlib.sha256(json.dumps([self._trunk, about]).encode()).hexdigest()
+        model = digest_of(self.packed.model.state_dict().items())
+        digest = hashlib.sha256(json.dumps([model, about]).encode()).hexdigest()
         file = path / "finished" / f"answers-{digest[:16]}.jsonl"
         self._answers = {row["sample"]: row["token_ids"] for row in read_rows(file)} if file.is_file() else {}
         self._rows = RowAppender(file)
@@ -170,35 +162,25 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
     # State -----------------------------------------------------------------------------------------------
 
     def checkpoint_state(self) -> dict[str, Any]:
-        state = self.trainer.state()
-        return {**state, REST: {**state[REST], "trunk": self._trunk}}
+        return self.trainer.state()
 
-    @contextmanager
-    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        if rest["trunk"] != self._trunk:
-            raise UserError(
-                "the checkpoint's heads were trained on another model",
-                found=f"SHA-256 of its weights {rest['trunk'][:16]}… then, {self._trunk[:16]}… now",
-                remedy="resume with the model that the run started from, unchanged",
-            )
-        with self.trainer.loading(saved, rest) as live:
-            yield live
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> AbstractContextManager[dict[str, Tensor]]:
+        return self.trainer.loading(saved, rest)
 
     @dispatch(ONE_COPY)
     def write_model(self, path: Path) -> str | None:
         """Writes the heads, as ``medusa`` beside where the model would be."""
         target = path.with_name(FOLDER)
         with writing(target):
-            self.trainer.heads.save(target, with_trunk_head=self.recipe.for_vllm)
+            self.trainer.heads.save(target)
         return None
 
 
 class MedusaTrainer(SupervisedTrainer[MedusaRecipe, MedusaWorker]):
     """Trains Medusa heads for a causal LM, which stays as it is, on answers that it samples itself.
 
-    Arguments as for ``SupervisedTrainer``; rows have ``prompt``, with ``answers: data`` also ``completion``. Held-out
-    figures: how often the heads guess right, by depth. The heads are in ``medusa/``; the result's ``model`` is the one
-    passed.
+    Arguments as for ``SupervisedTrainer``; rows have ``prompt``. Held-out figures: how often the heads guess right, by
+    depth. The heads are in ``medusa/``; the result's ``model`` is the one passed.
     """
 
     recipe_class = MedusaRecipe
@@ -207,8 +189,6 @@ class MedusaTrainer(SupervisedTrainer[MedusaRecipe, MedusaWorker]):
 
     async def _prepare(self, group: RoleGroup[MedusaWorker]) -> None:
         """Has the model answer the prompts, as far as it has not yet."""
-        if self.recipe.answers == "data":
-            return
         missing = await group.call(MedusaWorker.begin_answers, self._path_of_workers)
         with self.progress.stage("answers", missing) as bar:
             while num_answers := await group.call(MedusaWorker.sample_answers):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,7 +76,7 @@ def test_the_files_have_the_names_and_shapes_of_vllms_medusa(make_model: Make, s
     """As ``vllm.model_executor.models.medusa`` and ``vllm.transformers_utils.configs.medusa`` read them."""
     trunk = PackedCausalLM(make_model("llama"))
     heads = _trained(trunk, 2, shared=shared)
-    heads.save(tmp_path, with_trunk_head=True)
+    heads.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     D, V = heads.hidden_size, heads.vocab_size
     asked = {"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 2, "num_hidden_layers": 2}
@@ -86,27 +85,20 @@ def test_the_files_have_the_names_and_shapes_of_vllms_medusa(make_model: Make, s
     assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"], "any such key is the depth"
     tensors = load_file(tmp_path / "model.safetensors")
     blocks = {f"blocks.{k}.layers.{layer}.weight": (D, D) for k in range(2) for layer in range(2)}
-    own = {"lm_head.weight": (V, D)} if shared else {f"lm_heads.{k}.weight": (V, D) for k in range(2)}
+    own = {} if shared else {f"lm_heads.{k}.weight": (V, D) for k in range(2)}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {**blocks, **own}
-    if shared:
-        assert torch.equal(tensors["lm_head.weight"], trunk.model.state_dict()["lm_head.weight"])
 
 
 def test_heads_of_another_trunk_are_refused(make_model: Make, tmp_path: Path) -> None:
     trunk = PackedCausalLM(make_model("llama"))
     _trained(trunk).save(tmp_path)
-    for options, named in (({"hidden_size": 48}, "hidden_size 32 there, 48 here"), ({"vocab_size": 67}, "67 here")):
-        with pytest.raises(UserError, match=named):
-            MedusaHeads.load(tmp_path, PackedCausalLM(make_model("llama", **options)))
-    with pytest.raises(UserError, match="more Medusa heads"):
+    with pytest.raises(UserError, match=r"another model[\s\S]*hidden size"):
+        MedusaHeads.load(tmp_path, PackedCausalLM(make_model("llama", hidden_size=48)))
+    with pytest.raises(UserError, match="no more heads"):
         MedusaHeads.load(tmp_path, trunk, 4)
-    with torch.no_grad():
-        next(iter(trunk.body.parameters())).flatten()[0] += 1e-3
-    with pytest.raises(UserError, match="SHA-256"):
-        MedusaHeads.load(tmp_path, trunk)
 
 
-@pytest.mark.parametrize("damage", ["none", "json", "pipe", "cut"])
+@pytest.mark.parametrize("damage", ["none", "json", "cut"])
 def test_what_are_no_heads_is_refused(make_model: Make, damage: str, tmp_path: Path) -> None:
     trunk = PackedCausalLM(make_model("llama"))
     _trained(trunk).save(tmp_path)
@@ -115,9 +107,6 @@ def test_what_are_no_heads_is_refused(make_model: Make, damage: str, tmp_path: P
         config.unlink()
     elif damage == "json":
         config.write_text("{")
-    elif damage == "pipe":
-        weights.unlink()
-        os.mkfifo(weights)
     else:
         weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(UserError, match="Medusa heads"):
