@@ -251,18 +251,16 @@ def test_a_sync_that_fails_takes_part_in_every_gather(open_ends: Open, sink: Ten
 
 
 class Corrupting(TensorSink):
-    """Something changes one bit of one tensor between its arrival and the check."""
+    """Something changes one bit of one tensor on its way."""
 
     victim: str | None = None
 
-    def arrived(self, name: str, stop: int) -> None:
+    def write(self, name: str, start: int, values: Tensor) -> None:
         if name == self.victim:
-            self._change(name)
+            values = values.clone()
+            values.view(torch.uint8).view(-1)[3] ^= 0x80
             self.victim = None
-        super().arrived(name, stop)
-
-    def _change(self, name: str) -> None:
-        self._targets[name].view(torch.uint8).view(-1)[3] ^= 0x80
+        super().write(name, start, values)
 
 
 def test_other_contents_are_an_error_that_names_the_tensor_and_both_digests(open_ends: Open) -> None:

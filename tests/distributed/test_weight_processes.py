@@ -192,10 +192,10 @@ def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
     class Killing(TensorSink):
         """Kills the trainer when the first tensor arrives."""
 
-        def arrived(self, name: str, stop: int) -> None:
+        def write(self, name: str, start: int, values: Tensor) -> None:
             for rank in ranks:
                 os.kill(rank.pid, signal.SIGKILL)
-            super().arrived(name, stop)
+            super().write(name, start, values)
 
     sink = Killing(ends.empty_like(ends.layer_weights()).items())
     receiver, trainer = ends.Worker(ends.Receiving(sink)), ends.Ranks(ranks)

@@ -68,14 +68,16 @@ def partial_digest(data: Bytes, first_block: int = 0, copy: Bytes | None = None)
     """Returns the part of the sum that ``data`` gives, where it begins at block ``first_block`` of its tensor.
 
     Args:
-        copy: filled with ``data`` on the way, while that is in the cache.
+        copy: filled with ``data`` on the way; it is what the sum is taken of then, while it is in the cache.
     """
     whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
     sums = [_sums_of_blocks(data[:whole], None if copy is None else copy[:whole])]
     if whole < len(data):
-        sums.append(_sums_of_rest(data[whole:]))
+        rest = data[whole:]
         if copy is not None:
-            copy[whole:] = data[whole:]
+            copy[whole:] = rest
+            rest = copy[whole:]
+        sums.append(_sums_of_rest(rest))
     return _combine(np.concatenate(sums), first_block)
 
 
@@ -88,7 +90,7 @@ def _sums_of_blocks(data: Bytes, copy: Bytes | None) -> Words:
         block = lines[begin : begin + ROWS]
         if written is not None:
             # For blocks of this size numpy's vector loops are faster than its copy, which calls the C library's.
-            np.positive(block, out=written[begin : begin + ROWS])
+            block = np.positive(block, out=written[begin : begin + ROWS])
         np.add.reduce(block, axis=1, out=out[COLUMNS:])
         np.add.reduce(block, axis=0, out=out[:COLUMNS])
     return sums
@@ -155,12 +157,11 @@ def piece_digest(data: Tensor, first_block: int = 0, target: Tensor | None = Non
 
     Args:
         data: flat uint8; begins at block ``first_block`` and ends with a block or with the tensor.
-        target: takes a copy of the bytes, block by block while they are in the cache (flat uint8 on the CPU).
+        target: takes a copy of the bytes, block by block; what came there is summed (flat uint8).
         threads: as many as torch uses when left out.
     """
     if target is not None and not (data.device.type == target.device.type == "cpu"):
-        target.copy_(data)
-        target = None
+        data, target = target.copy_(data), None
     if data.device.type != "cpu":
         return _device_digest(data, first_block)
     read, written = data.numpy(), None if target is None else target.numpy()

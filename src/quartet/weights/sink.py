@@ -136,33 +136,29 @@ class TensorSink:
         return {name: tensor.detach() for name, tensor in self._owners.items()}
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Takes the next elements, from ``start`` on, of a flattened tensor. ``values`` is flat, of its dtype, and
-        reused afterwards.
+        """Takes the next elements, from ``start`` on, of a flattened tensor, and digests what then stands there.
+
+        Args:
+            values: flat, of the tensor's dtype, reused afterwards; ends with a block of the digest or with the tensor.
         """
         self._touched = True
         target = self._targets[name]
         if not target.is_contiguous():
             # Elements in row-major order do not lie in a row there: it is filled when all of them have come.
             target = self._whole.setdefault(name, torch.empty_like(target, memory_format=torch.contiguous_format))
-        target.view(-1)[start : start + values.numel()].copy_(values)
-        self.arrived(name, start + values.numel())
-
-    def arrived(self, name: str, stop: int) -> None:
-        """Notes that all elements of the flattened tensor before ``stop`` are there: digests them while others come."""
-        target = self._targets[name]
-        if not target.is_contiguous():
-            if stop == target.numel():
-                target.copy_(self._whole.pop(name))
-                self._found[self._ties[name]] = tensor_digest(target)
+            target.view(-1)[start : start + values.numel()].copy_(values)
+            if start + values.numel() == target.numel():
+                self._targets[name].copy_(self._whole.pop(name))
+                self._found[self._ties[name]] = tensor_digest(self._targets[name])
             return
-        done, total = self._sums.get(name, (0, 0))
-        data, end = bytes_of(target), stop * target.element_size()
-        if end < len(data):
-            end -= end % BLOCK_BYTES
-        if end > done:
-            total += piece_digest(data[done:end], done // BLOCK_BYTES)
-            self._sums[name] = end, total
-        if end == len(data):
+        begin, total = self._sums.get(name, (0, 0))
+        assert begin == start * values.element_size(), "in order"
+        piece, whole = bytes_of(values), bytes_of(target)
+        end = begin + len(piece)
+        total += piece_digest(piece, begin // BLOCK_BYTES, whole[begin:end])
+        torch.autograd.graph.increment_version(target)  # which numpy does not know
+        self._sums[name] = end, total
+        if end == len(whole):
             # Of tied names the last one counts: it is what stands there in the end.
             self._found[self._ties[name]] = as_text(total)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,3 +181,16 @@ print(os.wait()[1])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "0\n", done.stderr
+
+
+def test_of_a_copy_it_is_what_came_there_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = (torch.randint(256, (2 * BLOCK_BYTES,), dtype=torch.uint8) for _ in range(2))
+    true, positive = piece_digest(source), np.positive
+
+    def faulty(values: Any, out: Any) -> Any:
+        positive(values, out=out)
+        out[-1, -1] ^= np.uint64(1)
+        return out
+
+    monkeypatch.setattr(digest.np, "positive", faulty)
+    assert piece_digest(source, 0, target) != true
