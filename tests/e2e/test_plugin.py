@@ -102,10 +102,6 @@ def test_a_job_of_a_package_is_a_command_like_any_other(world: Any, tmp_path: Pa
     done = quartet(tmp_path, "short", str(recipe), cwd=world.path)
     assert done.returncode == 0, done.stderr
     assert json.loads((world.path / "runs/short/run.json").read_text())["job"] == "short"
-    missing = quartet(
-        tmp_path, "sft", str(recipe), "model.path=runs/brief/model", "output_dir=runs/other", cwd=world.path
-    )
-    assert "with quartet short" in missing.stderr, missing.stderr
 
 
 @pytest.mark.parametrize(
