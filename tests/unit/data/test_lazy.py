@@ -65,8 +65,8 @@ def _compressed(path: Path) -> Path:
 
 
 def _array(path: Path) -> Path:
-    (path / "rows.jsonl").write_text("\n " + json.dumps(ROWS, indent=1), encoding="utf-8")
-    return path / "rows.jsonl"
+    (path / "rows.json").write_text("\n " + json.dumps(ROWS, indent=1), encoding="utf-8")
+    return path / "rows.json"
 
 
 def _csv(path: Path) -> Path:
