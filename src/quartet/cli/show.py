@@ -46,7 +46,7 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
         job = jobs().get(kind) or jobs().get(summary.get("job", ""))
         for name in job.metrics if job is not None else ():
             if name in stage["metrics"]:
-                table.add_row(name, _with_interval(name, stage["metrics"]))
+                table.add_row(name, f"{stage['metrics'][name]:.4g}")
         console.print(table)
     for note in summary.get("notes", ()):
         line(console, f"note: {note}")
@@ -68,13 +68,6 @@ def show_finished(path: Path, summary: Mapping[str, Any]) -> None:
     for row in summary["figures"]:
         bounds = _bounds(row["low"], row["high"])
         line(console, f"{row['figure']}: {row['value']:.4g}" + (f" ({bounds})" if bounds else ""))
-
-
-def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
-    """Returns the value of a metric, and between which bounds it lies where these are metrics too."""
-    low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
-    bounds = "" if low is None or high is None else f"  ({low:.4g} to {high:.4g})"
-    return f"{metrics[name]:.4g}{bounds}"
 
 
 def _bounds(low: float | None, high: float | None) -> str:
