@@ -53,8 +53,7 @@ BITS := tests/unit/models/test_aligned_memory.py tests/unit/models/test_exact.py
 	"tests/unit/trainers/test_whole_step.py::test_a_step_equals_the_slow_one[ppo]" tests/golden
 BITS_SLOW := $(addprefix tests/unit/trainers/test_placements.py::,test_a_model_from_a_file_trains_the_same \
 		test_adapters_and_an_interrupted_run_under_a_budget test_a_run_is_resumed_under_another_placement \
-		test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache test_what_else_a_run_may_have \
-		"test_asynchronous_training_follows_its_journal_to_the_bit[pick_up]") \
+		test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache test_what_else_a_run_may_have) \
 	$(addprefix tests/unit/trainers/test_whole_step.py::test_a_step_equals_the_slow_one,[gspo] [rloo] [remax] [online_dpo]) \
 	tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another \
 	"tests/e2e/test_ray_placements.py::test_workers_train_the_same_model[pipelined]"

@@ -11,8 +11,6 @@ import sys
 import threading
 import time
 
-NUM_CALLS = 0
-
 
 def lengths(completions, answer, **_):
     time.sleep(0.05)

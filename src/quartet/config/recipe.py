@@ -350,6 +350,9 @@ def _kl_and_reference(recipe: RLRecipe) -> Iterator[str]:
         )
     if isinstance(algorithm, Distillation) and recipe.reference.path is None:
         yield "distillation needs reference.path, the teacher: from itself the actor has nothing to learn"
+    is_own = recipe.reference.path is None and recipe.actor.train.lora is not None
+    if isinstance(algorithm, OnlineDPO) and algorithm.refresh_steps is not None and is_own:
+        yield "with actor.train.lora the reference is the actor itself: set reference.path, or leave out refresh_steps"
 
 
 def _environments(recipe: RLRecipe) -> Iterator[str]:

@@ -6,8 +6,8 @@ transport and connects them, ``sync_weights`` brings a version::
     transport = await open_weight_sync(actor, engines)
     num_bytes = await sync_weights(actor, engines, version)
 
-``auto`` takes what is nearest: the trainer's tensors themselves within one process, CUDA IPC on one GPU, shared memory
-on one machine, else a collective.
+What is nearest is taken: the trainer's tensors themselves within one process, shared memory on one machine where an end
+is on the CPU or all share one GPU, else a collective.
 
 The canary: a fixed prompt whose log-probabilities engine and trainer must agree on after every weight update.
 

@@ -450,7 +450,7 @@ class RayRunWorkers(RunWorkers):
             raise UserError(
                 "workers died more often than the run replaces them",
                 found=f"death {self._num_deaths}, cluster.max_restarts is {self.cluster.max_restarts}; {who}",
-                remedy="mend what kills them (the last error is above) and go on with --resume",
+                remedy="mend what kills them (their own output, above, may say it) and go on with --resume",
             ) from error
         # Engines that have newer weights already do not take older ones.
         going_back = changing | {self.placement.pool_of["rollout"]} if states else set()

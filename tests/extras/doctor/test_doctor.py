@@ -1,4 +1,4 @@
-"""The doctor: healthy recipes are all ok, and every planted fault is found by the check that is named for it."""
+"""The doctor: healthy recipes are all ok, and every planted fault is found."""
 
 from __future__ import annotations
 

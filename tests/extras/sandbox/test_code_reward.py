@@ -217,6 +217,7 @@ def test_tests_of_every_framework_are_run() -> None:
         # One case is no list of cases, nor is a call an input; what is nested too deeply ends no run with a traceback.
         *({"inputs": None, "outputs": None}, {"inputs": "12", "outputs": "34"}, "[" * 10**5, "-" * 10**5 + "1"),
         *("assert " + "f(1) + " * 10**4 + "1", {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, "assert '\ud800'"),
+        *("x = 1", "def test_f():\n    pass", "import solution"),  # nothing is checked
     ],
 )
 def test_what_is_no_test(value: Any) -> None:

@@ -57,7 +57,7 @@ class Items(list[Any]):
         (Items([1, Items()]), [1, []]),
         (collections.Counter("aab"), {"a": 2, "b": 1}),
         ({1: 2}.keys(), [1]),
-        ({1: 2}.items(), [(1, 2)]),
+        ({1: 2}.values(), [2]),
         (bytearray(b"x"), b"x"),
         *((value, ("mine", 7)) for value in (print, object(), int, iter([1]), (x for x in [1]), map(int, []))),
     ],

@@ -95,6 +95,11 @@ def test_objects_that_lie_pass_nothing_and_learn_nothing() -> None:
     assert passed[-1], "nothing that was expected has come to the code"
 
 
+def test_what_is_too_long_does_not_cross() -> None:
+    source = "def f(n): return '7351' * (1 << 23)"
+    assert not any(run_tests(source, [SolutionCheck("assert '7351' in f(10)")], LIMITS))
+
+
 def test_the_reason_is_told() -> None:
     source = "def far(n): return range(10**9)\nclass C: pass\ndef own(n): return C()\n"
     source += "def fails(n): raise KeyError(n)\n"

@@ -389,3 +389,18 @@ def test_runs_that_are_done_and_runs_that_were_local(
     move_to("second", monkeypatch, tmp_path)
     with opened(True) as again:
         assert again.saved_steps() == [1] and not (again.path / "model").exists()
+
+
+def test_of_two_that_start_at_once_the_first_ends_at_its_next_upload(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one = opened("auto")
+    move_to("second", monkeypatch, tmp_path)
+    two = opened("auto")
+    two.path.mkdir(parents=True)
+    two.remote.restore(True)
+    with pytest.raises(UserError, match="another process's now"), one:
+        one.start(0)
+        two.remote.claim(upload=False)
+        save(one, 1)
+        time.sleep(1)

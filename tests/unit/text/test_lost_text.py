@@ -248,3 +248,10 @@ def test_marks_that_do_not_tell_turns_apart(codec_of: Any) -> None:
     talk = [ASK, {**YES, "weight": 0}, ASK, YES]
     with pytest.raises(UserError, match="not clear which"):
         sft(codec, {"messages": talk})
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_under_a_key_of_their_own(codec_of: Any, key: str) -> None:
+    codec = codec_of(TEMPLATES["qwen3"].replace("reasoning_content", key))
+    item = sft(codec, {"prompt": [ASK], "completion": [{**YES, "content": "", key: "two and two"}]}).items[0]
+    assert "two and two" in learned(codec, item)

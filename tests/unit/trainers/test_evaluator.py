@@ -231,3 +231,13 @@ def test_an_engine_that_reads_the_weights_itself_leaves_none_here(
         return [json.loads(row)["completion"] for row in rows]
 
     assert evaluated(NativeEngineConfig(process=True), "meta") == evaluated(NativeEngineConfig(), "cpu")
+
+
+def test_resume_makes_an_evaluation_anew(tmp_path: Path, causal_lm: Any, tokenizer: Any, prompts: Any) -> None:
+    recipe = EvalRecipe(output_dir=str(tmp_path / "run"), sampling=HOT, log=QUIET)
+    given: dict[str, Any] = {"tokenizer": tokenizer, "rewards": (many_digits,), "prompts": prompts}
+    whole = rows_of(Evaluator(recipe, model=causal_lm(0), **given).run().path / "answers.jsonl")
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "answers.jsonl").write_text('{"torn', encoding="utf-8")
+    again = Evaluator(recipe, model=causal_lm(0), resume=True, **given).run()
+    assert rows_of(again.path / "answers.jsonl") == whole

@@ -14,11 +14,11 @@ from breaking import break_at, same_weights, untimed_rows
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, OnlineDPO, Selection
-from quartet.config.common import CheckpointConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.load import load_recipe
 from quartet.config.preference import IPOLoss
-from quartet.config.recipe import ActorConfig, RolloutConfig
+from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.experience import Assembler, Experience, learned_from
 from quartet.trainers.rl import RLTrainer
@@ -154,3 +154,9 @@ def test_what_does_not_fit(overrides: tuple[str, ...], found: str) -> None:
     with pytest.raises(UserError, match="not valid") as caught:
         load_recipe("rl", None, overrides)
     assert found in caught.value.found
+
+
+def test_adapters_have_no_reference_to_refresh() -> None:
+    adapters = ActorConfig(train=TrainConfig(lora=LoRAConfig()))
+    with pytest.raises(UserError, match=r"set reference\.path"):
+        RLRecipe(algorithm=OnlineDPO(refresh_steps=2), responses_per_prompt=2, actor=adapters)
