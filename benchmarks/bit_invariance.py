@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from common import DTYPES, arguments, machine, markdown, write_results
 from torch import Tensor
 
-from quartet.models.attention import LayerRule
+from quartet.models.attention import AttentionParams
 from quartet.models.exact import ExactPackedAttention, additive_mask, exact_masked_attention, key_length
 
 SHAPES = (
@@ -127,8 +127,8 @@ def attention(draw: Draw, positions: list[int]) -> list[list[str]]:
     """Shares of queries that keep their bits, 2 query heads for each of 2 key/value heads."""
     found = []
     for size in HEAD_SIZES:
-        rules = {"plain": LayerRule(size**-0.5), "window of 300": LayerRule(size**-0.5, 300)}
-        rules["soft-capped"] = LayerRule(size**-0.5, None, 20.0)
+        rules = {"plain": AttentionParams(size**-0.5), "window of 300": AttentionParams(size**-0.5, 300)}
+        rules["soft-capped"] = AttentionParams(size**-0.5, None, 20.0)
         q, k, v = draw(1, 4, LONGEST, size), draw(1, 2, LONGEST, size), draw(1, 2, LONGEST, size)
         for kind, rule in rules.items():
             whole = ExactPackedAttention([LONGEST]).attend(0, q, k, v, rule)
@@ -144,7 +144,7 @@ def attention(draw: Draw, positions: list[int]) -> list[list[str]]:
     return found
 
 
-def _single(q: Tensor, k: Tensor, v: Tensor, position: int, num_rows: int, num_keys: int, rule: LayerRule) -> Tensor:
+def _single(q: Tensor, k: Tensor, v: Tensor, position: int, num_rows: int, num_keys: int, rule: AttentionParams) -> Tensor:
     """One query's output ``[4, D]``, computed with ``num_rows`` query rows per key/value head, 2 of them its own."""
     query = q[:, :, position].unflatten(1, (2, 2))
     missing = (0, 0, 0, max(0, num_keys - LONGEST))

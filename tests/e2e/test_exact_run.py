@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.models.attention import LayerRule
+from quartet.models.attention import AttentionParams
 from quartet.observe.trackers import read_metrics
 from quartet.rollout import step_attention
 
@@ -53,7 +53,9 @@ def test_ppo_with_mini_batches_and_epochs_agrees_exactly(world: Any, recipes: An
 def test_an_engine_that_computes_otherwise_shows_in_the_metrics(
     world: Any, recipes: Any, quartet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: LayerRule) -> torch.Tensor:
+    def one_row(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: AttentionParams
+    ) -> torch.Tensor:
         scores = q.unsqueeze(2) @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * rule.scaling
         weights = (scores + mask).softmax(-1)
         return (weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).squeeze(2)

@@ -82,7 +82,6 @@ def test_pandalm_pairs(data: Path, quartet: Callable[..., dict[str, Any]]) -> No
     )
     assert finite(found["stages"][0]["metrics"])
     assert any("left out" in note and "512 tokens" in note for note in found["notes"]), found["notes"]
-    assert any("empty" in note for note in found["notes"]), found["notes"]
     config = AutoConfig.from_pretrained(found["path"] / "model")
     codec = TextCodec.from_pretrained(data / "stories260K")
     rows = [json.loads(line) for line in (data / "pandalm_human_pairs.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.models.attention import LayerRule, PackedAttention, masked_attention
+from quartet.models.attention import AttentionParams, PackedAttention, masked_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -19,10 +19,10 @@ TREES = {
     "short": ((5, 3, 2), (-1, 0, 0)),
 }
 RULES = {
-    "causal": LayerRule(0.125),
-    "window": LayerRule(0.125, window=48),
-    "capped": LayerRule(0.125, softcap=2.0),
-    "both": LayerRule(0.125, window=48, softcap=2.0),
+    "causal": AttentionParams(0.125),
+    "window": AttentionParams(0.125, window=48),
+    "capped": AttentionParams(0.125, softcap=2.0),
+    "both": AttentionParams(0.125, window=48, softcap=2.0),
 }
 
 

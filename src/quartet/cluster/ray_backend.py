@@ -29,7 +29,7 @@ from torch import Tensor
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.group import connected
 from quartet.cluster.resource_pool import Node, ResourcePool, check_pool, refused
-from quartet.cluster.worker import ProcessInfo, WorkerProcess
+from quartet.cluster.worker import ProcessInfo, WorkerWrapper
 from quartet.config.errors import UserError
 from quartet.processes import Keeper, descendants
 
@@ -38,7 +38,7 @@ _CONNECT_S = 10.0
 _REASON_LINES = 6
 
 
-class RayWorkerProcess(WorkerProcess):
+class RayWorkerWrapper(WorkerWrapper):
     """The host as a Ray actor."""
 
     def __init__(self, group: str, rank: int) -> None:
@@ -105,7 +105,7 @@ def _out_of_reach() -> Iterator[None]:
 
 
 class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
-    """Starts workers in a Ray cluster, and calls the methods of the ``WorkerProcess`` in each.
+    """Starts workers in a Ray cluster, and calls the methods of the ``WorkerWrapper`` in each.
 
     A value may be a ``Failure`` (the method raised) or ``Lost`` (its process is gone); no method here raises for what
     happened in a worker.
@@ -210,7 +210,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
             if pool.nodes:
                 strategy = NodeAffinitySchedulingStrategy(pool.nodes[bundle], soft=False)
             handles.append(
-                ray.remote(RayWorkerProcess).options(scheduling_strategy=strategy, **options).remote(group, rank)
+                ray.remote(RayWorkerWrapper).options(scheduling_strategy=strategy, **options).remote(group, rank)
             )
         self._handles.update(handles)
         return handles
@@ -228,7 +228,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
     # Calls -----------------------------------------------------------------------------------------------
 
     def call(self, handle: Any, method: str, args: tuple[Any, ...], returns: int = 1) -> Sequence[Any]:
-        """Calls a method of the ``WorkerProcess``; calls on one process run in the order in which they were made.
+        """Calls a method of the ``WorkerWrapper``; calls on one process run in the order in which they were made.
 
         Args:
             returns: the method returns a tuple of so many values, each of which gets a reference of its own.

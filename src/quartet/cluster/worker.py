@@ -222,7 +222,7 @@ class CallHead(NamedTuple):
     stays: bool = False
 
 
-class WorkerProcess:
+class WorkerWrapper:
     """The worker of one process; a back end gives it a way to fetch references.
 
     Args:

@@ -293,7 +293,7 @@ _SMALLEST_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class LayerRule:
+class AttentionParams:
     """What one attention layer asks of the kernel."""
 
     scaling: float
@@ -303,7 +303,7 @@ class LayerRule:
 
 
 class AttentionContext(Protocol):
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         """Attends with ``q [1, H, T, D]``, ``k, v [1, Hk, T, D]`` of the new tokens → ``[1, H, T, D]``."""
 
 
@@ -325,7 +325,7 @@ class PackedAttention:
         self._cut: dict[int, SegmentTree] = {}
         self._cache: dict[object, object] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         tree = self.tree
         if q.is_cuda:
             return cuda_tree_attention(q, k, v, rule, tree, self._cache)
@@ -334,7 +334,7 @@ class PackedAttention:
             return tree_attention(q, k, v, tree, rule.scaling)
         return self._by_run(q, k, v, rule)
 
-    def _by_run(self, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def _by_run(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         """Attends under any rule: the queries of each run of equal siblings against their ancestors' keys and their
         own.
         """
@@ -361,7 +361,7 @@ class PackedAttention:
             self._cut[size] = self.tree.in_blocks(size)
         return self._cut[size]
 
-    def _one_run(self, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def _one_run(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         """Attends with ``q [n, H, L, D]`` at the end of ``k, v [n, Hk, K, D]``; the fused kernel where it can express
         the rule.
         """
@@ -404,21 +404,21 @@ class RecordedAttention(PackedAttention):
 
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__(lengths)
-        self.calls: list[tuple[int, Tensor, Tensor, LayerRule]] = []
+        self.calls: list[tuple[int, Tensor, Tensor, AttentionParams]] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         self.calls.append((layer, k, v, rule))
         return super().attend(layer, q, k, v, rule)
 
 
-def visible(query_positions: Tensor, key_positions: Tensor, rule: LayerRule) -> Tensor:
+def visible(query_positions: Tensor, key_positions: Tensor, rule: AttentionParams) -> Tensor:
     """Returns ``[..., Q, K]`` bool: causal, and inside the window where the layer has one."""
     distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
     allowed = distance >= 0
     return allowed if rule.window is None else allowed & (distance < rule.window)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionParams) -> Tensor:
     """Attends under a boolean mask that broadcasts to ``[n, H, Q, K]``; soft-capped scores run unfused."""
     if rule.softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True)
@@ -457,7 +457,7 @@ def _attention(
         raise RuntimeError(f"{type(module).__name__} uses attention sinks, which the packed attention does not have")
     # Under autocast the rotary embedding leaves q and k in fp32 while v is bf16.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    rule = LayerRule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
+    rule = AttentionParams(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise RuntimeError(f"{type(module).__name__} has no layer_idx")
@@ -515,7 +515,9 @@ Cache = MutableMapping[object, object]
 _T = TypeVar("_T")
 
 
-def cuda_tree_attention(q: Tensor, k: Tensor, v: Tensor, rule: LayerRule, tree: SegmentTree, cache: Cache) -> Tensor:
+def cuda_tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, tree: SegmentTree, cache: Cache
+) -> Tensor:
     """Computes differentiable attention of a pack.
 
     Args:
@@ -603,7 +605,7 @@ def block_masks(index: TreeIndex, window: int | None) -> tuple[Tensor, Tensor]:
 # Flash attention over roots -------------------------------------------------------------------------------
 
 
-def _flash_takes(q: Tensor, v: Tensor, rule: LayerRule, parents: Sequence[int]) -> bool:
+def _flash_takes(q: Tensor, v: Tensor, rule: AttentionParams, parents: Sequence[int]) -> bool:
     size = q.shape[-1]
     fits = size % 8 == 0 and size <= _LARGEST_FLASH_HEAD and v.shape[-1] == size
     half = q.dtype in (torch.float16, torch.bfloat16)
@@ -637,7 +639,7 @@ def _flash(
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, rule: LayerRule, window: int | None, tree: SegmentTree, cache: Cache
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, window: int | None, tree: SegmentTree, cache: Cache
 ) -> Tensor:
     index = _cached(cache, "index", lambda: tree_index(tree))
     mask = _cached(cache, ("blocks", window), lambda: block_mask(index, window, q.device))

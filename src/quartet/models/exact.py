@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quartet.models.attention import AttentionContext, LayerRule, cpu_flash, visible
+from quartet.models.attention import AttentionContext, AttentionParams, cpu_flash, visible
 
 MIN_ROWS = 16
 """Rows of every product, and query rows of every attention call, at least."""
@@ -93,7 +93,7 @@ def _round_up(number: int, step: int) -> int:
 # Kernels ---------------------------------------------------------------------------------------------------
 
 
-def additive_mask(query_positions: Tensor, num_keys: int, rule: LayerRule, dtype: torch.dtype) -> Tensor:
+def additive_mask(query_positions: Tensor, num_keys: int, rule: AttentionParams, dtype: torch.dtype) -> Tensor:
     """Makes the mask ``[..., R] → [..., R, K]``: 0 where a query sees a key (positions 0 to ``num_keys - 1``), else
     -inf.
     """
@@ -101,7 +101,7 @@ def additive_mask(query_positions: Tensor, num_keys: int, rule: LayerRule, dtype
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
-def exact_masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
+def exact_masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionParams) -> Tensor:
     """Attends with ``q [n, H, R, D]``, ``k, v [n, Hk, K, D]``, additive ``mask [n | 1, 1, R | 1, K]`` →
     ``[n, H, R, D]``.
 
@@ -127,7 +127,7 @@ def _soft_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, 
     return out.view(n, num_kv, share, num_rows, size).flatten(1, 2)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionParams) -> Tensor:
     """Attends with one query per request: ``q [n, H, D]``, ``k, v [n, Hk, K, D]``, ``mask [n, 1, 1, K]`` →
     ``[n, H, D]``.
     """
@@ -202,7 +202,7 @@ class ExactPackedAttention(ExactContext):
                 end += call.num_rows
         self._masks: dict[tuple[int, int, int, int | None], Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         queries, keys, values = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
         pieces = []
         for call, rows, places in self._calls:
@@ -218,7 +218,7 @@ class ExactPackedAttention(ExactContext):
         back = F.pad(self._back, (0, q.shape[2] - self.num_tokens))
         return torch.cat(pieces).index_select(0, back).transpose(0, 1).unsqueeze(0)
 
-    def _mask(self, call: _Call, rule: LayerRule, dtype: torch.dtype) -> Tensor:
+    def _mask(self, call: _Call, rule: AttentionParams, dtype: torch.dtype) -> Tensor:
         """Returns the mask ``[1, 1, R, K]``, made once for all layers."""
         key = (call.start, call.num_rows, call.num_keys, rule.window)
         mask = self._masks.get(key)

@@ -102,7 +102,7 @@ def _with_new_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 
 @contextlib.contextmanager
-def padding_with(model: PreTrainedModel, pad_id: int, *, adds_rows: bool = True) -> Iterator[int]:
+def temporary_pad_token(model: PreTrainedModel, pad_id: int, *, adds_rows: bool = True) -> Iterator[int]:
     """Has the model's configs name ``pad_id``, and its embedding have a row for it, in the ``with`` block; then both
     are as they were.
 
@@ -455,7 +455,7 @@ def save_scalar_model(
     """
     padded = with_pad_token(tokenizer, seen, {*eos_ids, *_config_eos_ids(packed.model)})
     pad_id, num_rows = int(padded.pad_token_id), packed.model.get_input_embeddings().weight.shape[0]
-    with padding_with(packed.model, pad_id, adds_rows=packed.gather is WHOLE) as num_new_rows:
+    with temporary_pad_token(packed.model, pad_id, adds_rows=packed.gather is WHOLE) as num_new_rows:
         warning = _save(packed, padded, path, num_new_rows=num_new_rows)
     warnings = [warning] if warning is not None else []
     if pad_id >= num_rows:

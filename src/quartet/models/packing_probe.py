@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from quartet.config import UserError
 from quartet.models import attention
 from quartet.models.attention import (
-    LayerRule,
+    AttentionParams,
     NoContextError,
     PackedAttention,
     RecordedAttention,
@@ -276,7 +276,7 @@ class _Continued:
         self._sizes = former.tree.lengths
         self._stored = {layer: (k, v) for layer, k, v, _ in former.calls}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         keys, values = (stored.split(self._sizes, 2) for stored in self._stored[layer])
         out = []
         for i, size in enumerate(self._sizes):
@@ -420,7 +420,7 @@ class _Recorded(ExactPackedAttention):
         super().__init__(lengths)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         self.layers[layer] = k[0].transpose(0, 1), v[0].transpose(0, 1)
         return super().attend(layer, q, k, v, rule)
 
@@ -433,7 +433,7 @@ class _ContinuedExactly(ExactContext):
         self.lengths = lengths
         self.num_keys = key_length(max(lengths) + 1)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         num_rows = len(self.lengths)
         keys, values = (
             self._with_last(stored, new[0].transpose(0, 1))

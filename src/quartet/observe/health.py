@@ -218,7 +218,8 @@ CHECKS: tuple[Check, ...] = (
         "`rollout/truncated_frac` 1, in 5 steps running",
         "no answer ends by itself",
         "The model never samples its end of text: a wrong template or token, a base model, or too low a limit.",
-        "the doctor's turn_end and end_of_text; rollout.sampling.stop_strings; a larger rollout.sampling.max_new_tokens; SFT first",
+        "the doctor's turn_end and end_of_text; rollout.sampling.stop_strings; a larger "
+        "rollout.sampling.max_new_tokens; SFT first",
     ),
     Check(
         "cut_off",

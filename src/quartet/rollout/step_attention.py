@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
-from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, masked_attention, visible
+from quartet.models.attention import AttentionContext, AttentionParams, PackedAttention, masked_attention, visible
 from quartet.models.exact import (
     CALL_ROWS,
     MIN_ROWS,
@@ -43,7 +43,7 @@ from quartet.rollout.scheduler import PrefillChunk
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def has_kernel(q: Tensor, v: Tensor, rule: LayerRule) -> bool:
+def has_kernel(q: Tensor, v: Tensor, rule: AttentionParams) -> bool:
     """Tells whether the fused kernel of the CPU can express the layer."""
     return rule.softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
@@ -54,7 +54,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[T
     return out, lse
 
 
-def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: AttentionParams
+) -> tuple[Tensor, Tensor]:
     """Attends to some of the keys: ``q [b, Hk, r, D]``, ``k, v [b, Hk, K, D]`` → outputs ``[b, Hk, r, D]`` and
     log-sum-exps ``[b, Hk, r]``.
 
@@ -67,7 +69,7 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule
     return _by_formula(q, k, v, mask, rule)
 
 
-def _by_formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+def _by_formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: AttentionParams) -> tuple[Tensor, Tensor]:
     scores = q @ k.transpose(-1, -2)
     scores = (scores if scores.dtype == torch.float64 else scores.float()) * rule.scaling
     if rule.softcap is not None:
@@ -80,7 +82,9 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Laye
     return (scores - finite).exp().to(v.dtype) @ v, lse
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: AttentionParams
+) -> tuple[Tensor, Tensor]:
     """Attends as ``partial_attention`` does, by the formula, in fp32 at least whatever the dtypes, under autocast
     too."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -169,7 +173,7 @@ class DecodeAttention:
             self._buffers.clear()
             self._whole_mask_pieces = self._cut(self.rows.mask)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         rows = self.rows
         keys, values = self._stored(layer, k, v)
         num_rows, num_heads, num_kv, size_v = rows.num_rows, q.shape[1], keys.shape[1], values.shape[3]
@@ -184,7 +188,7 @@ class DecodeAttention:
 
     # ---- the slots ----
 
-    def _by_products(self, layer: int, q: Tensor, rule: LayerRule) -> tuple[Tensor, Tensor | None]:
+    def _by_products(self, layer: int, q: Tensor, rule: AttentionParams) -> tuple[Tensor, Tensor | None]:
         """Attends by matrix products: ``q [B, Hk, n, D]`` → outputs alike and, if a shared block is to be joined,
         log-sum-exps ``[B, Hk, n]``."""
         views, size_v = self._views_of(layer), self.cache.values[layer].shape[3]
@@ -227,7 +231,7 @@ class DecodeAttention:
             )
         return views
 
-    def _by_kernel(self, layer: int, q: Tensor, rule: LayerRule) -> tuple[Tensor, Tensor]:
+    def _by_kernel(self, layer: int, q: Tensor, rule: AttentionParams) -> tuple[Tensor, Tensor]:
         """Attends as ``_by_products`` does, with the fused kernel, which keeps scores of half precision in fp32."""
         parts = []
         keys, values = self._cut(self.cache.keys[layer]), self._cut(self.cache.values[layer])
@@ -282,7 +286,7 @@ class DecodeAttention:
 
     # ---- shared prompts ----
 
-    def _read_shared(self, layer: int, q: Tensor, shared: SharedReads, rule: LayerRule) -> tuple[Tensor, Tensor]:
+    def _read_shared(self, layer: int, q: Tensor, shared: SharedReads, rule: AttentionParams) -> tuple[Tensor, Tensor]:
         """Attends as ``read_shared`` does. The query rows of a call are a multiple of 16, by rows of other blocks,
         because the bits of fewer would depend on how many they are."""
 
@@ -321,7 +325,7 @@ class SpanAttention:
         self._num_keys = min(round_up(rows.longest + spans.grid.shape[1] - 1), cache.capacity)
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         keys, values = self.spans.stored(self.cache, layer, k, v)
         num_rows, most = self.spans.grid.shape
         num_kv, share = keys.shape[1], q.shape[1] // keys.shape[1]
@@ -354,7 +358,9 @@ class SpanAttention:
             mask = self._masks[window, share] = _additive(hidden).repeat(1, share, 1).unsqueeze(1)
         return mask
 
-    def _read_shared(self, layer: int, queries: Tensor, shared: SharedReads, rule: LayerRule) -> tuple[Tensor, Tensor]:
+    def _read_shared(
+        self, layer: int, queries: Tensor, shared: SharedReads, rule: AttentionParams
+    ) -> tuple[Tensor, Tensor]:
         share = queries.shape[2] // self.spans.grid.shape[1]
 
         def attend(q: Tensor, block: Block, first: int) -> tuple[Tensor, Tensor]:
@@ -398,14 +404,18 @@ def read_shared(
     return out, lse if shared.absent is None else lse + shared.absent
 
 
-def span_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+def span_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: AttentionParams
+) -> tuple[Tensor, Tensor]:
     """Attends as ``kernel_attention`` does, in fp32 at least."""
     if q.dtype == torch.float32 and has_kernel(q, v, rule):
         return kernel_attention(q, k, v, mask, rule)
     return plain_attention(q, k, v, mask, rule)
 
 
-def kernel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+def kernel_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: AttentionParams
+) -> tuple[Tensor, Tensor]:
     """Attends as ``partial_attention`` does; rows that see nothing get zeros and -inf."""
     out, lse = partial_attention(q, k, v, mask, rule)
     if mask is None:
@@ -474,7 +484,7 @@ class StepAttention:
     def __init__(self, parts: Sequence[tuple[AttentionContext, int]]) -> None:
         self.parts = parts
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         # Token-major, as the model takes it.
         out = v.new_zeros(q.shape[2], q.shape[1], v.shape[3])
         first = 0
@@ -505,7 +515,7 @@ class PrefillAttention:
         """Makes the context for tokens that begin sequences."""
         return PackedAttention(lengths)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         sizes = [prefill.end - prefill.start for prefill in self.prefills]
         # All are stored first: a block may follow one that is filled in the same step.
         for prefill, new_k, new_v in zip(self.prefills, k[0].split(sizes, 1), v[0].split(sizes, 1), strict=True):
@@ -522,7 +532,9 @@ class PrefillAttention:
             first = span.stop
         return torch.cat(parts, 2)
 
-    def _continue(self, layer: int, prefill: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def _continue(
+        self, layer: int, prefill: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams
+    ) -> Tensor:
         """Returns the attention ``[1, H, t, D]`` of tokens that follow others."""
         before = stored_before(layer, prefill)
         last = prefill.block.start + prefill.end
@@ -590,7 +602,7 @@ class ExactDecodeAttention(DecodeAttention):
     def places_read(self, num_tokens: int) -> int:
         return key_length(num_tokens)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         keys, values = map(self._cut, self._stored(layer, k, v))
         queries, parts = q.squeeze(0).transpose(0, 1), []
         masks = self._masks_of_stretches(rule.window)
@@ -607,7 +619,7 @@ class ExactSpanAttention:
         self.cache = cache
         self.spans = spans
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         keys, values = self.spans.stored(self.cache, layer, k, v)
         parts = []
         queries = q.split([1 + len(tree) for tree in self.spans.trees], 2)
@@ -622,11 +634,13 @@ class ExactPrefillAttention(PrefillAttention):
     def _whole_sequences(self, lengths: Sequence[int]) -> AttentionContext:
         return ExactPackedAttention(lengths)
 
-    def _continue(self, layer: int, prefill: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def _continue(
+        self, layer: int, prefill: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams
+    ) -> Tensor:
         return _following(q, prefill.block.keys[layer], prefill.block.values[layer], prefill.start, rule)
 
 
-def _branching(q: Tensor, keys: Tensor, values: Tensor, start: int, tree: DraftTree, rule: LayerRule) -> Tensor:
+def _branching(q: Tensor, keys: Tensor, values: Tensor, start: int, tree: DraftTree, rule: AttentionParams) -> Tensor:
     """Attends as ``_following`` does, each way through the tree as a sequence of its own."""
     if len(tree.paths) == 1:
         return _following(q, keys, values, start, rule)
@@ -637,7 +651,7 @@ def _branching(q: Tensor, keys: Tensor, values: Tensor, start: int, tree: DraftT
     return out
 
 
-def _following(q: Tensor, keys: Tensor, values: Tensor, start: int, rule: LayerRule) -> Tensor:
+def _following(q: Tensor, keys: Tensor, values: Tensor, start: int, rule: AttentionParams) -> Tensor:
     """Attends from ``q [1, H, t, D]`` of tokens from ``start`` on, over ``keys, values [Hk, *, D]`` stored from the
     first on."""
     parts = []

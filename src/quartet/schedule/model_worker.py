@@ -369,9 +369,6 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         """Updates of ``drafter_model``, from what the calls of ``update`` left for it; their metrics."""
         return {}
 
-    def note_drafts(self, drafted: int, kept: int) -> None:
-        """Notes what became of the engines' drafted tokens in a step."""
-
     def flip_bits(self) -> None:
         """Flips bits as ``TrainEngine.flip_bits`` does: new weights, which the engines are to be given."""
         self.engine.flip_bits()

@@ -36,7 +36,7 @@ from quartet.schedule.rollout_worker import (
     RolloutWorker,
     TurnRequest,
 )
-from quartet.schedule.weight_sync import CanaryProbe, canary_difference
+from quartet.schedule.weight_sync import CanarySpec, canary_difference
 from quartet.train.forward import Needs
 
 
@@ -107,7 +107,7 @@ class EngineClient:
         self.stats = await self.engine.call(RolloutWorker.stats)
         return batch
 
-    async def canary(self, probe: CanaryProbe, name: str) -> RaggedBatch:
+    async def canary(self, probe: CanarySpec, name: str) -> RaggedBatch:
         """Returns the engine's log-probabilities of the canary prompt; inside a lease."""
         await self._forget_cancelled()
         self._take(await self.engine.call(RolloutWorker.run_canary, probe, name))
@@ -272,7 +272,7 @@ class Rollout:
     _: KW_ONLY
     steps_per_lease: int
     version: int
-    canary: CanaryProbe
+    canary: CanarySpec
     trainer: RoleGroup[ModelWorker]
     update_engine_weights: Callable[[int], Awaitable[int]]
     shares_actor: bool

@@ -51,7 +51,7 @@ from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import answered, group_batch
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import Checkpointed, Offloadable, model_bytes
-from quartet.schedule.weight_sync import CanaryProbe, WeightReceiverMixin
+from quartet.schedule.weight_sync import CanarySpec, WeightReceiverMixin
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.train.offload import Moved, Offload, Store
@@ -356,7 +356,7 @@ class RolloutWorker(WeightReceiverMixin):
         """Notes that the trainer's tensors, which this engine computes with, have become those of ``version``."""
         self.engine.update_weights(None, version)
 
-    def run_canary(self, probe: CanaryProbe, name: str) -> EngineOutputs:
+    def run_canary(self, probe: CanarySpec, name: str) -> EngineOutputs:
         """Generates the greedy continuation of the probe, for ``canary``; returns what else ended meanwhile."""
         before = self._stats.generated_tokens
         ids = tuple(self._codec.encode_prompt(probe.prompt))
@@ -532,7 +532,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
 
     # The canary ------------------------------------------------------------------------------------------
 
-    def run_canary(self, probe: CanaryProbe, name: str) -> EngineOutputs:
+    def run_canary(self, probe: CanarySpec, name: str) -> EngineOutputs:
         self._resume()
         outputs = super().run_canary(probe, name)
         self._yield_devices()

@@ -265,7 +265,7 @@ def _raise_best(errors: Sequence[tuple[int | None, BaseException]]) -> None:
 
 
 @dataclass(frozen=True)
-class CanaryProbe:
+class CanarySpec:
     """
     Args:
         num_tokens: of its greedy continuation.

@@ -55,6 +55,12 @@ def local_directory(name: str | Path, what: str, part: str = "model") -> str | N
         exported = path / part
         if (path / "config.json").is_file():
             return str(path)
+        if has_older_model(path):
+            raise UserError(
+                f"this run has gone on since it exported its {part}",
+                found=text,
+                remedy=f"let it end first (--resume), or name {exported}, which is the older one",
+            )
         if exported.is_dir():  # of a run, or of one that was exported while it trained
             return str(exported)
         if (path / "run.json").is_file():

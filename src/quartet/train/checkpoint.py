@@ -8,6 +8,7 @@
                                  actor/__1_0.distcp      what rank 1 has of sharded tensors, and so on
                                  info.json               counters, cursors, the recipe
                                  manifest.json           size and SHA-256 of each file
+    checkpoints/damaged_step_…   one that was passed over, until the next is complete
 
 It is written beside its place, synced, then renamed. Every rank writes what it is the first to hold, by itself: no rank
 waits for another, and none needs a process group in the background. Until the checkpoint is complete each has metadata
@@ -53,7 +54,7 @@ from quartet.train.state import REST, Shape, reading, snapshot, state_bytes
 NAME, METADATA = "manifest.json", ".metadata"
 """Names of the manifest, and of what every share has."""
 _STEP = re.compile(r"step_([0-9]{8,})")
-_DRAFT = ".draft_"
+_DAMAGED, _DRAFT = "damaged_", ".draft_"
 
 Shares = Mapping[str, Mapping[str, FileDigest]]
 """Of each role the digests of its files, by their names in its directory."""
@@ -149,6 +150,7 @@ def complete_checkpoint(
         discard(draft)
         raise write_error(final, error, what="checkpoint ") from error
     prune(root, keep)
+    _remove(root, f"{_DAMAGED}*")
     return final
 
 
@@ -166,6 +168,15 @@ def prune(root: Path, keep: int) -> None:
             if step < good[-keep]:
                 with contextlib.suppress(OSError):  # What cannot be deleted stays, and the next save tries again.
                     discard(_set_aside(checkpoint_path(root, step)))
+
+
+def set_aside_after(root: Path, step: int) -> None:
+    """Renames checkpoints after ``step``, which were passed over: a run that goes on from there writes them anew."""
+    for later in claimed_steps(root):
+        if later > step:
+            path = checkpoint_path(root, later)
+            discard(path.with_name(_DAMAGED + path.name))
+            os.replace(path, path.with_name(_DAMAGED + path.name))
 
 
 # Whole checkpoints: reading --------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ memory, cut into parts of which each has a storage of its own.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -248,9 +249,12 @@ class Offload:
     def release(self) -> None:
         """Gives the model back to its owner, to compute with as they like; afterwards nothing here moves it.
 
-        Parameters come back; gradients and the optimizer's part stay where they are.
+        Parameters come back; where the device has no room they stay in host memory, as those of a model on the CPU.
+        Gradients and the optimizer's part stay where they are.
         """
-        self.onload(("params",))
+        with contextlib.suppress(torch.OutOfMemoryError, MemoryError):
+            self.onload(("params",))
+        _AWAY.discard(self.packed.model)
         for hook in self._hooks:
             hook.remove()
 

@@ -42,6 +42,7 @@ from quartet.schedule.clock import all_ended
 from quartet.schedule.groups import BufferedGroups, Group, by_group
 from quartet.schedule.model_worker import Checkpointed, Writer
 from quartet.schedule.role_group import RemoteGroup, RoleGroup
+from quartet.text.loading import has_older_model
 from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import (
     Checkpoint,
@@ -331,7 +332,7 @@ def exported(run: Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    for name in ("model", "adapter"):
+    for name in () if has_older_model(run) else ("model", "adapter"):
         if any((run / name).glob("*.safetensors")):
             return run / name
     raise UserError(
@@ -420,7 +421,7 @@ def model_directory(name: str, revision: str | None = None, *, trust_remote_code
 
 
 def _has_model(run: Path) -> bool:
-    return any((run / "model").glob("*.safetensors"))
+    return any((run / "model").glob("*.safetensors")) and not has_older_model(run)
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -215,7 +215,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what: str) -> None:
+def check_vocabulary_covers(model: PreTrainedModel, policy: PreTrainedModel, what: str) -> None:
     """Refuses a model that cannot read all token ids of the policy.
 
     Raises:

@@ -62,7 +62,7 @@ from quartet.train.token_budget import TokenBudget
 from quartet.trainers.devices import CPU, META, FrozenModels, precision_on
 from quartet.trainers.input_sources import (
     check_budget,
-    check_same_vocabulary,
+    check_vocabulary_covers,
     demonstration_reader,
     read_data,
     resolve_model,
@@ -531,7 +531,7 @@ class ModelLoader:
         else:
             with self.actor.without_adapters() if lora is not None else contextlib.nullcontext():
                 model = copy.deepcopy(self.actor_model)
-        check_same_vocabulary(model, self.actor_model, "reference")
+        check_vocabulary_covers(model, self.actor_model, "reference")
         return self._own(self._frozen.causal(model, numerics=recipe.numerics))
 
     @property
@@ -582,7 +582,7 @@ class ModelLoader:
             )
         # Master weights are fp32, also where an object came in half precision.
         model.float().requires_grad_(True)
-        check_same_vocabulary(model, self.actor_model, "critic")
+        check_vocabulary_covers(model, self.actor_model, "critic")
         return self._own(packed_scalar_model(model, **self._packing(recipe.critic.train)))
 
     def _critic_model(self) -> PreTrainedModel:

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -56,7 +57,7 @@ from quartet.trainers.input_sources import (
     TokenizerLike,
     check_budget,
     check_recipe,
-    check_same_vocabulary,
+    check_vocabulary_covers,
     longest_group,
     with_name,
 )
@@ -161,7 +162,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         if model is None:
             trust = recipe.reference.trust_remote_code
             model = load_causal_lm(path, empty=self.mesh is not None, trust_remote_code=trust)
-        check_same_vocabulary(model, self.packed.model, "reference")
+        check_vocabulary_covers(model, self.packed.model, "reference")
         precision = precision_on(self.device, train.precision)
         if self.mesh is not None:
             packed = packed_causal_lm(on_meta([model])[0], precision)
@@ -388,16 +389,25 @@ class ReferenceTables:
         """
         assert self._reference is not None, "begun once, before the reference is given back"
         missing = {}
-        for name, (_, drawn) in self._data.items():
+        for name in self._data:
             file = path / "reference" / f"{name}.safetensors"
-            found = self._engine.of_first_rank(partial(_load, file))
-            # A run that goes on for longer may draw rows that are not there.
-            if found is not None and all(bool(found[kind][list(drawn)].isfinite().all()) for kind in self._kinds):
+            found = self._engine.of_first_rank(partial(_load, file, partial(self._digest, name)))
+            if found is not None:
                 self.tables[name] = found
             else:
                 missing[name] = file
         self._work = self._computed(self._reference, missing)
         return sum(len(self._data[name][1]) for name in missing)
+
+    def _digest(self, name: str) -> str:
+        """Digests the token ids of the rows that are drawn: a table is theirs alone."""
+        found = hashlib.sha256()
+        for rows, batches in self._parts(name, _ROWS):
+            found.update(repr(list(rows)).encode())
+            for batch in batches:
+                found.update(repr(batch.segment_lengths).encode())
+                found.update(batch.input_ids.numpy().data)
+        return found.hexdigest()
 
     def _parts(self, name: str, size: int) -> Iterator[tuple[Sequence[int], list[RaggedBatch]]]:
         """Yields ``size`` rows at a time, with a batch of each kind."""
@@ -434,7 +444,7 @@ class ReferenceTables:
                     totals[kind].append(of_answers.float().view(len(rows), -1))
                 if rows[-1] == drawn[-1]:
                     tables = {kind: _spread(torch.cat(part), drawn, len(data)) for kind, part in totals.items()}
-                    self._engine.of_first_rank(partial(_write, path, tables))
+                    self._engine.of_first_rank(partial(_write, path, tables, partial(self._digest, name)))
                     self.tables[name] = tables
                 yield len(rows)
 
@@ -452,15 +462,18 @@ def _spread(values_D: Tensor, rows: Sequence[int], num: int) -> Tensor:
     return found
 
 
-def _write(path: Path, tables: dict[str, Tensor]) -> None:
+def _write(path: Path, tables: dict[str, Tensor], digest: Callable[[], str]) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_atomically(path, save(tables))
+        replace_atomically(path, save(tables, {"ids": digest()}))
 
 
-def _load(path: Path) -> Tables | None:
-    """Returns what the file holds; None where there is none, or one that is damaged."""
+def _load(path: Path, digest: Callable[[], str]) -> Tables | None:
+    """Returns what the file holds; None where there is none, one that is damaged, or one of other rows or tokens."""
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            if (file.metadata() or {}).get("ids") != digest():
+                return None
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (OSError, SafetensorError):
         return None

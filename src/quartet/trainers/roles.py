@@ -47,7 +47,7 @@ from quartet.schedule.model_worker import ModelStats, ModelWorker, TrainWorker
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import PromptRequest, TurnRequest, sampling_params
-from quartet.schedule.weight_sync import CanaryProbe
+from quartet.schedule.weight_sync import CanarySpec
 from quartet.text.tokenizer import check_vocabulary
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
@@ -218,6 +218,7 @@ class RLRoles:
             check_cuts(loader, shardings(recipe, shares_reference=shares_reference))
             self.ptx = build_ptx(recipe, objects.ptx_rows, self.codec, context)
             self.actor = loader.actor_engine
+            self._check_refresh()
             self.workers: Mapping[str, ModelWorker] = {name: loader.worker(name, self.ptx) for name in loader.roles()}
             taken.pop_all()
         self.groups: dict[str, RoleGroup[ModelWorker]] = {n: LocalGroup(worker) for n, worker in self.workers.items()}
@@ -324,12 +325,12 @@ class RLRoles:
 
     # Rewards and columns -----------------------------------------------------------------------------------
 
-    def canary(self) -> CanaryProbe:
+    def canary(self) -> CanarySpec:
         """Returns what engines and trainer must agree on after every weight update."""
         tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.actor.packed.precision]
         item = self.prompts.items[0]
         room = max(1, min(CANARY_TOKENS, self.context - item.num_tokens))
-        return CanaryProbe(item.prompt, room, tolerance)
+        return CanarySpec(item.prompt, room, tolerance)
 
     def reward_scorers(self, leases: LeaseContext, *, held_out: bool = False) -> list[Scorer]:
         """Returns the sources of reward, of episodes each asked once per trajectory, about its last sequence, also
@@ -400,6 +401,20 @@ class RLRoles:
     def refresh_steps(self) -> int | None:
         """Every so many steps the reference takes over the actor's weights, with its adapters in them."""
         return refresh_steps(self.recipe) if self.reference is not None else None
+
+    def _check_refresh(self) -> None:
+        if self.refresh_steps is None or self.reference is None:
+            return
+        with self.actor.packed.without_adapters():
+            both = (self.actor.packed.model.state_dict(), self.reference.model.state_dict())
+        own, other = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in both)
+        if own != other:
+            name = min(name for name, _ in own.items() ^ other.items())
+            raise UserError(
+                "the reference cannot take over the actor's weights",
+                found=f"algorithm.refresh_steps={self.refresh_steps}; the models differ, first in {name}",
+                remedy="use a reference.path of the actor's architecture and size, or leave refresh_steps out",
+            )
 
     async def refresh_reference(self, steps: int) -> dict[str, float]:
         """Renews the reference where that is due. Call it after ``steps`` complete steps; returns how old the reference

@@ -51,6 +51,7 @@ from quartet.observe.trackers import (
     build_trackers,
     metrics_of_row,
 )
+from quartet.text.loading import OLDER_MODEL
 from quartet.train.checkpoint import (
     Checkpoint,
     Shares,
@@ -58,6 +59,7 @@ from quartet.train.checkpoint import (
     claimed_steps,
     newest_checkpoint,
     prune,
+    set_aside_after,
 )
 from quartet.trainers.devices import compute_device, resolved, use_threads
 from quartet.trainers.run_files import (
@@ -212,6 +214,7 @@ class RunDirectory:
             "processor": memory.processor(),
             **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
             **({"commits": self._commits} if self._commits else {}),
+            **({OLDER_MODEL: True} if former.get(OTHER_LENGTH) or former.get(OLDER_MODEL) else {}),
         }
         if found is None or found[OTHER_LENGTH]:
             with writing(self.path / "recipe.yaml"):
@@ -272,6 +275,8 @@ class RunDirectory:
                 if isinstance(failure, (Interrupted, KeyboardInterrupt))
                 else "failed"
             )
+            if failure is None:
+                self._info.pop(OLDER_MODEL, None)
             with contextlib.suppress(UserError) if failure else contextlib.nullcontext():
                 write_json(self.path / "run.json", self._info)
             failure = self.remote.finish(failure)
@@ -303,6 +308,7 @@ class RunDirectory:
         checkpoint everything is written again, the figures from before the first step too.
         """
         with writing(self.path):
+            set_aside_after(self.checkpoints, step)
             prune(self.checkpoints, self.recipe.checkpoint.keep)
             for exported in filter(lambda exported: exported > step, claimed_steps(self.exports)):
                 shutil.rmtree(checkpoint_path(self.exports, exported), ignore_errors=True)

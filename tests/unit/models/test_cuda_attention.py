@@ -15,7 +15,7 @@ from torch import Tensor
 from quartet.models import attention
 from quartet.models.attention import (
     BLOCK,
-    LayerRule,
+    AttentionParams,
     PackedAttention,
     SegmentTree,
     block_masks,
@@ -94,11 +94,11 @@ def test_blocks_at_their_borders(first: int, parent: int, window: int | None) ->
 
 
 RULES = [
-    LayerRule(0.3),
-    LayerRule(0.3, window=6),
-    LayerRule(0.3, softcap=2.0),
-    LayerRule(0.3, window=3, softcap=2.0),
-    LayerRule(0.3, window=1000),
+    AttentionParams(0.3),
+    AttentionParams(0.3, window=6),
+    AttentionParams(0.3, softcap=2.0),
+    AttentionParams(0.3, window=3, softcap=2.0),
+    AttentionParams(0.3, window=1000),
 ]
 
 
@@ -116,7 +116,7 @@ def heads(num_tokens: int, size: int, dtype: torch.dtype = torch.float32) -> tup
 def test_flex_form_equals_the_dense_formula(
     tree: tuple[Sequence[int], Sequence[int]],
     size: int,
-    rule: LayerRule,
+    rule: AttentionParams,
     tolerances: dict[torch.dtype, tuple[float, float]],
 ) -> None:
     q, k, v = heads(sum(tree[0]), size)
@@ -129,7 +129,7 @@ def test_flex_form_equals_the_dense_formula(
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_fp64_form_has_the_gradients_of_the_cpu(
-    rule: LayerRule, tolerances: dict[torch.dtype, tuple[float, float]]
+    rule: AttentionParams, tolerances: dict[torch.dtype, tuple[float, float]]
 ) -> None:
     inputs = heads(sum(TREE[0]), 8, torch.float64)
     weight = torch.randn(inputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -164,7 +164,7 @@ def flash_double(
     if left >= 0:
         mask &= distance <= left
     inputs = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    return masked_attention(*inputs, mask, LayerRule(options["scale"])).squeeze(0).transpose(0, 1)
+    return masked_attention(*inputs, mask, AttentionParams(options["scale"])).squeeze(0).transpose(0, 1)
 
 
 @pytest.mark.parametrize("expands", [True, False], ids=["torch 2.12", "torch 2.11"])
@@ -179,7 +179,7 @@ def test_what_flash_attention_is_asked_for(
     monkeypatch.setattr(attention, "_FLASH_EXPANDS_HEADS", expands)
     inputs = heads(sum(ROOTS[0]), 8)
     found = attention._flash(*inputs, 0.3, window, SegmentTree(*ROOTS), {})
-    expected = masked_attention(*inputs, walked_mask(*ROOTS, window), LayerRule(0.3))
+    expected = masked_attention(*inputs, walked_mask(*ROOTS, window), AttentionParams(0.3))
     atol, rtol = tolerances[torch.float32]
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
     for ours, theirs in zip(*(torch.autograd.grad(x.square().sum(), inputs) for x in (found, expected)), strict=True):
@@ -189,17 +189,17 @@ def test_what_flash_attention_is_asked_for(
 @pytest.mark.parametrize(
     ("dtype", "size", "rule", "parents", "takes"),
     [
-        (torch.bfloat16, 64, LayerRule(1.0), ROOTS[1], True),
-        (torch.float16, 256, LayerRule(1.0, window=5), ROOTS[1], True),
-        (torch.float32, 64, LayerRule(1.0), ROOTS[1], False),
-        (torch.bfloat16, 64, LayerRule(1.0, softcap=3.0), ROOTS[1], False),
-        (torch.bfloat16, 64, LayerRule(1.0), TREE[1], False),
-        (torch.bfloat16, 60, LayerRule(1.0), ROOTS[1], False),
-        (torch.bfloat16, 264, LayerRule(1.0), ROOTS[1], False),
+        (torch.bfloat16, 64, AttentionParams(1.0), ROOTS[1], True),
+        (torch.float16, 256, AttentionParams(1.0, window=5), ROOTS[1], True),
+        (torch.float32, 64, AttentionParams(1.0), ROOTS[1], False),
+        (torch.bfloat16, 64, AttentionParams(1.0, softcap=3.0), ROOTS[1], False),
+        (torch.bfloat16, 64, AttentionParams(1.0), TREE[1], False),
+        (torch.bfloat16, 60, AttentionParams(1.0), ROOTS[1], False),
+        (torch.bfloat16, 264, AttentionParams(1.0), ROOTS[1], False),
     ],
 )
 def test_what_flash_attention_takes(
-    dtype: torch.dtype, size: int, rule: LayerRule, parents: Sequence[int], takes: bool
+    dtype: torch.dtype, size: int, rule: AttentionParams, parents: Sequence[int], takes: bool
 ) -> None:
     q = torch.zeros(1, 2, 3, size, dtype=dtype)
     assert attention._flash_takes(q, q, rule, parents) is takes

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from quartet.config import UserError
 from quartet.models import exact
-from quartet.models.attention import LayerRule, PackedAttention
+from quartet.models.attention import AttentionParams, PackedAttention
 from quartet.models.exact import (
     MIN_ROWS,
     ExactContext,
@@ -108,7 +108,7 @@ def test_activation_checkpointing_keeps_the_bits(build_architecture: Build, text
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 9, 290])
 def test_gradients_are_those_of_the_fast_attention(window: int | None, softcap: float | None) -> None:
-    rule = LayerRule(0.3, window, softcap)
+    rule = AttentionParams(0.3, window, softcap)
     lengths, parents = [300, 40, 40, 7, 270, 5], [-1, 0, 0, 2, 2, -1]
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, sum(lengths), 8) for heads in (4, 2, 2)]
@@ -134,7 +134,7 @@ class Continued(ExactContext):
         self.size = size
         self.num_keys = key_length(max(depths) + size + extra)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         num = len(self.depths)
         both = self.stored.setdefault(layer, [[k.new_zeros(k.shape[1], 0, k.shape[3])] * num for _ in (k, v)])
         for stored, new in zip(both, (k, v), strict=True):
@@ -197,7 +197,8 @@ def test_attention_of_real_head_sizes(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 700, size, generator=generator) for heads in (4, 2, 2))
     keys, values = (F.pad(x, (0, 0, 0, key_length(700) - 700)) for x in (k, v))
-    for rule in (LayerRule(size**-0.5), LayerRule(size**-0.5, 300), LayerRule(size**-0.5, None, 20.0)):
+    rules = (AttentionParams(size**-0.5), AttentionParams(size**-0.5, 300), AttentionParams(size**-0.5, None, 20.0))
+    for rule in rules:
         whole = ExactPackedAttention([700]).attend(0, q, k, v, rule)
         for position in (0, 200, 256, 299, 450, 511, 512, 699):
             for num_keys in (key_length(position + 1), key_length(700)):

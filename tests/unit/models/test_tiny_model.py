@@ -130,8 +130,8 @@ def test_a_window_shows_in_the_twin_alone(make_model, monkeypatch):
     """An attention without windows is right for the probe's few tokens, unless windows are as small as the twin's."""
     from quartet.models import attention
 
-    rule = attention.LayerRule
-    monkeypatch.setattr(attention, "LayerRule", lambda scaling, window, softcap: rule(scaling, None, softcap))
+    rule = attention.AttentionParams
+    monkeypatch.setattr(attention, "AttentionParams", lambda scaling, window, softcap: rule(scaling, None, softcap))
     model = make_model("mistral", sliding_window=32)
     packed_causal_lm(model).release()
     with pytest.raises(UserError, match="differ"):

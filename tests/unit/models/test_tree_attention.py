@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quartet.models import attention
 from quartet.models.attention import (
-    LayerRule,
+    AttentionParams,
     PackedAttention,
     SegmentTree,
     masked_attention,
@@ -26,17 +26,17 @@ LENGTHS = (6, 2, 3, 1, 4, 2, 2, 5, 3)
 PARENTS = (-1, 0, 0, 2, 0, 4, 4, 4, -1)
 
 RULES = {
-    "plain": LayerRule(0.3),
-    "window": LayerRule(0.3, window=3),
+    "plain": AttentionParams(0.3),
+    "window": AttentionParams(0.3, window=3),
     # Above every segment and below the longest chain; above both.
-    "wide_window": LayerRule(0.3, window=8),
-    "idle_window": LayerRule(0.3, window=100),
-    "softcap": LayerRule(0.3, softcap=2.0),
-    "window_and_softcap": LayerRule(0.3, window=5, softcap=2.0),
+    "wide_window": AttentionParams(0.3, window=8),
+    "idle_window": AttentionParams(0.3, window=100),
+    "softcap": AttentionParams(0.3, softcap=2.0),
+    "window_and_softcap": AttentionParams(0.3, window=5, softcap=2.0),
 }
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, rule: LayerRule, lengths, parents) -> Tensor:
+def by_definition(q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, lengths, parents) -> Tensor:
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     out = []
     for i, length in enumerate(lengths):
@@ -154,7 +154,7 @@ def test_a_prompt_is_read_once_for_its_group():
     lengths = (50, *[3] * 20, *[4] * 30, *[7] * 14)
     inputs = make_inputs(sum(lengths))
     with _Calls() as calls:
-        with_gradients(lambda *x: PackedAttention(lengths, (-1, *[0] * 64)).attend(0, *x, LayerRule(1.0)), inputs)
+        with_gradients(lambda *x: PackedAttention(lengths, (-1, *[0] * 64)).attend(0, *x, AttentionParams(1.0)), inputs)
     assert calls.found == {(side, causal): 4 if causal else 1 for side in ("forward", "backward") for causal in (0, 1)}
 
 
@@ -168,7 +168,7 @@ EXTREME = {
 
 @pytest.mark.parametrize("name", EXTREME)
 def test_extreme_scores_join_without_overflow(name, tolerances):
-    lengths, parents, rule = (3, 2, 2), (-1, 0, 0), LayerRule(1.0)
+    lengths, parents, rule = (3, 2, 2), (-1, 0, 0), AttentionParams(1.0)
     q, k, v = make_inputs(7, (2, 1), 4)
     q, k = torch.ones_like(q), torch.ones_like(k) * torch.tensor(EXTREME[name]).view(1, 1, 7, 1) / 4
     context = PackedAttention(lengths, parents)
@@ -197,7 +197,7 @@ def test_inputs_stay_as_they_were(rule):
 
 def test_any_strides():
     """Contiguous by head, expanded, and with scattered rows, gradients of the output included."""
-    tree, rule = PackedAttention(LENGTHS, PARENTS), LayerRule(0.3)
+    tree, rule = PackedAttention(LENGTHS, PARENTS), AttentionParams(0.3)
     q, k, v = make_inputs(sum(LENGTHS), (4, 4))
     expected = with_gradients(lambda *x: tree.attend(0, *x, rule), [q, k, v])
     for change in (Tensor.contiguous, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)):
@@ -214,7 +214,7 @@ def test_any_strides():
 def test_values_may_have_their_own_head_size():
     q, k, _ = make_inputs(sum(LENGTHS))
     v = make_inputs(sum(LENGTHS), size=5, seed=1)[1]
-    rule = LayerRule(0.3)
+    rule = AttentionParams(0.3)
     ours = with_gradients(lambda *x: PackedAttention(LENGTHS, PARENTS).attend(0, *x, rule), [q, k, v])
     theirs = with_gradients(lambda *x: by_definition(*x, rule, LENGTHS, PARENTS), [q, k, v])
     assert_agree(ours, theirs, (1e-13, 1e-12))
@@ -223,7 +223,7 @@ def test_values_may_have_their_own_head_size():
 def test_a_window_bounds_the_keys_of_a_call(monkeypatch):
     """A long root and its long children: no call takes more than two windows of keys."""
     lengths, parents = (700, 300, 20, 20), (-1, 0, 0, 0)
-    rule = LayerRule(0.3, window=150)
+    rule = AttentionParams(0.3, window=150)
     inputs = make_inputs(sum(lengths), (2, 1), 4)
     expected = with_gradients(lambda *x: by_definition(*x, rule, lengths, parents), inputs)
     widths = []

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.models.attention import LayerRule
+from quartet.models.attention import AttentionParams
 from quartet.models.exact import exact_masked_attention, row_step
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import step_attention
@@ -193,7 +193,7 @@ def test_each_token_has_the_bits_of_the_weights_that_sampled_it(
     assert torch.equal(torch.where(versions == 1, new, old), rollout_column(batch, done))
 
 
-def unfilled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
+def unfilled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionParams) -> Tensor:
     """Attention of single queries without rows of zeros that fill up."""
     rows = q.view(len(q), k.shape[1], -1, q.shape[-1])
     return exact_masked_attention(rows, k, v, mask, rule).reshape(q.shape)

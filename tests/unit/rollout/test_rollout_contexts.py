@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.models.attention import LayerRule, masked_attention, visible
+from quartet.models.attention import AttentionParams, masked_attention, visible
 from quartet.rollout.prefix_cache import Block, KVCache
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.rows import DecodeRows
@@ -23,12 +23,12 @@ from quartet.rollout.step_attention import (
 
 HEADS, HEADS_KV, SIZE = 6, 2, 8
 RULES = [
-    LayerRule(0.3),
-    LayerRule(0.3, window=4),
-    LayerRule(0.3, window=30),
-    LayerRule(0.3, softcap=2.0),
-    LayerRule(0.3, window=4, softcap=2.0),
-    LayerRule(0.3, window=500),
+    AttentionParams(0.3),
+    AttentionParams(0.3, window=4),
+    AttentionParams(0.3, window=30),
+    AttentionParams(0.3, softcap=2.0),
+    AttentionParams(0.3, window=4, softcap=2.0),
+    AttentionParams(0.3, window=500),
 ]
 Tolerances = dict[torch.dtype, tuple[float, float]]
 
@@ -53,7 +53,7 @@ class Sequences:
         block.done = length
         return block
 
-    def expected(self, i: int, rule: LayerRule) -> Tensor:
+    def expected(self, i: int, rule: AttentionParams) -> Tensor:
         """``[H, L, Dv]``"""
         q, k, v = self.qkv[i]
         positions = torch.arange(q.shape[1])
@@ -91,7 +91,7 @@ def loaded(sequences: Sequences, prefixes: Sequence[Block | None]) -> tuple[KVCa
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("everybody", [True, False])
-def test_decoding_behind_shared_blocks(rule: LayerRule, everybody: bool, tolerances: Tolerances) -> None:
+def test_decoding_behind_shared_blocks(rule: AttentionParams, everybody: bool, tolerances: Tolerances) -> None:
     """Two blocks read by rows that do not stand together; a window may cut into a block or leave none of it."""
     sequences = Sequences([22, 33, 24, 35, 41, 36, 28] if everybody else [22, 33, 24, 35, 41, 36, 28, 3, 50])
     first, second = sequences.share([0, 2, 6], 21), sequences.share([1, 3, 4, 5], 32)
@@ -105,7 +105,7 @@ def test_decoding_behind_shared_blocks(rule: LayerRule, everybody: bool, toleran
 
 def test_the_bits_behind_a_shared_block_do_not_depend_on_how_many_read_it() -> None:
     """On one thread: 1, 2, … rows of one block next to a row of another."""
-    rule = LayerRule(0.3)
+    rule = AttentionParams(0.3)
     seen = set()
     for members in (1, 2, 5, 6, 11, 12):
         sequences = Sequences([70] + [71] * (members - 1) + [90])
@@ -135,7 +135,7 @@ def test_kept_views_follow_the_rows() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_filling_in_pieces_equals_filling_whole(rule: LayerRule, tolerances: Tolerances) -> None:
+def test_filling_in_pieces_equals_filling_whole(rule: AttentionParams, tolerances: Tolerances) -> None:
     """Two prompts of which one comes in three pieces, then a response's tokens behind it."""
     sequences = Sequences([30, 44, 44])
     prompt = sequences.share([1, 2], 36)
@@ -166,7 +166,7 @@ def test_parts_that_see_nothing_contribute_nothing(tolerances: Tolerances) -> No
     q, k, v = torch.randn(1, 2, 3, SIZE), torch.randn(1, 2, 9, SIZE), torch.randn(1, 2, 9, SIZE)
     mask = torch.zeros(3, 9)
     mask[1] = float("-inf")
-    rule = LayerRule(0.3, softcap=2.0)
+    rule = AttentionParams(0.3, softcap=2.0)
     out, lse = partial_attention(q, k, v, mask, rule)
     assert bool(out.isfinite().all())
     assert lse[0, :, 1].tolist() == [float("-inf")] * 2

@@ -43,7 +43,7 @@ from quartet.schedule.rollout_worker import (
     ServedRolloutWorker,
     TurnRequest,
 )
-from quartet.schedule.weight_sync import CanaryProbe
+from quartet.schedule.weight_sync import CanarySpec
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.sink import TensorSink
 from quartet.weights.sync import Offer
@@ -282,7 +282,7 @@ def test_what_a_former_driver_left_is_given_up() -> None:
 
 
 SINK = TensorSink([("w", torch.zeros(2))])
-PROBE = CanaryProbe("p", 3, tolerance=1e-3)
+PROBE = CanarySpec("p", 3, tolerance=1e-3)
 
 
 class Slow(TimedEngine):

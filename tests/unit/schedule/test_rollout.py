@@ -34,10 +34,10 @@ from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, TurnRequest
-from quartet.schedule.weight_sync import CanaryProbe
+from quartet.schedule.weight_sync import CanarySpec
 from quartet.text.tokenizer import TextCodec
 
-PROBE = CanaryProbe("77", 2, 1e-6)
+PROBE = CanarySpec("77", 2, 1e-6)
 LONG = "0" * 9
 """A prompt that engines refuse."""
 

@@ -35,7 +35,7 @@ from quartet.schedule.leases import LeaseContext, local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import RolloutWorker
-from quartet.schedule.weight_sync import CanaryProbe
+from quartet.schedule.weight_sync import CanarySpec
 from quartet.train.checkpoint import Share
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.rl import RLTrainer
@@ -223,7 +223,7 @@ def test_a_canary_hears_adapters_that_were_not_sent(roles_of: Any, causal_lm: An
             roles.requests,
             steps_per_lease=4,
             version=version,
-            canary=CanaryProbe(roles.prompts.items[0].prompt, 4, 1e-4),
+            canary=CanarySpec(roles.prompts.items[0].prompt, 4, 1e-4),
             trainer=roles.train_group("actor"),
             update_engine_weights=update_engine_weights,
             shares_actor=False,

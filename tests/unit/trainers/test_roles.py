@@ -391,3 +391,13 @@ def test_a_reference_with_a_short_context_is_refused(roles_of: Any, causal_lm: A
     causal_lm(1, max_position_embeddings=6).save_pretrained(tmp_path / "short")
     with pytest.raises(UserError, match="reference's context is too short"):
         roles_of(recipe(Distillation(), reference=ReferenceConfig(path=str(tmp_path / "short"))))
+
+
+def test_a_reference_of_another_size_takes_over_no_weights(trainer: Any, causal_lm: Any, tmp_path: Path) -> None:
+    causal_lm(num_hidden_layers=1).save_pretrained(tmp_path / "small")
+    other = ReferenceConfig(path=str(tmp_path / "small"))
+    trainer("fixed", OnlineDPO(), reference=other)
+    with pytest.raises(UserError, match="cannot take over") as caught:
+        trainer("run", OnlineDPO(refresh_steps=2), reference=other)
+    assert "layers.1." in caught.value.found
+    assert not (tmp_path / "run").exists()

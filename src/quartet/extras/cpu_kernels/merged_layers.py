@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quartet.extras.cpu_kernels.fused import SignedSin
-from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, RecordedAttention
+from quartet.models.attention import AttentionContext, AttentionParams, PackedAttention, RecordedAttention
 from quartet.models.lora import AdaptedLayer
 from quartet.models.packed_model import PackedCausalLM, decoder_layers
 from quartet.rollout.compute_dtype_weights import Adapted, CopySource, Form, WeightCopy, as_it_is, converted
@@ -123,7 +123,7 @@ class MergedLayers:
         return MergedLayer(layer, rule, num_rows, adapted, self._signed_sin) if self._agrees[key] else None
 
     @torch.no_grad()
-    def _compare(self, layer: nn.Module, rule: LayerRule) -> bool:
+    def _compare(self, layer: nn.Module, rule: AttentionParams) -> bool:
         """Tells whether a copy with random weights gives the same merged and on its own."""
         twin = copy.deepcopy(layer)
         generator = torch.Generator().manual_seed(0)
@@ -147,7 +147,7 @@ class MergedLayer(WeightCopy):
     def __init__(
         self,
         layer: nn.Module,
-        rule: LayerRule,
+        rule: AttentionParams,
         num_rows: int,
         adapted: Mapping[nn.Module, AdaptedLayer],
         signed_sin: SignedSin,
@@ -256,7 +256,7 @@ def _has_the_parts(layer: Any) -> bool:
 
 
 @torch.no_grad()
-def _rule_of(layer: nn.Module) -> LayerRule | None:
+def _rule_of(layer: nn.Module) -> AttentionParams | None:
     """Returns what the layer asks of its context; None where it cannot be called as layers of the common kind are."""
     context = RecordedAttention([1])
     try:

@@ -269,11 +269,13 @@ class LiveRun:
 
     def _poll_stage(self, path: Path) -> None:
         files, told = self._stages.setdefault(path.name, (StageFiles(path), set()))
-        fresh = [step for step in list_steps(path / "rollouts") if step not in told]
+        steps = list_steps(path / "rollouts")
+        told.intersection_update(steps)  # a resume deletes steps and makes them again
+        fresh = [step for step in steps if step not in told]
         if not (files.poll() or fresh):
             return
-        told.update(fresh)
         found = collect_stage(files, self._limits, self._noted.setdefault, fresh[-self._limits.steps :])
+        told.update(fresh)
         names = found["metrics"]["series"] if found["metrics"] else ()
         self._tell(path.name, "metrics", {"metrics": found["metrics"], "explained": explain(names)})
         for kind in ("health", "timing", "alarms"):

@@ -53,7 +53,7 @@ from quartet.schedule.leases import LeaseContext, LeaseMode, Offloader, placed_a
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
-from quartet.schedule.weight_sync import CanaryProbe
+from quartet.schedule.weight_sync import CanarySpec
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs
 
@@ -267,7 +267,7 @@ class TimedGroup(RoleGroup[Any]):
 Sleep = Callable[[str, float], Awaitable[None]]
 """``(role, seconds)``: the role's workers sleep so long."""
 
-_PROBE = CanaryProbe(prompt="", num_tokens=1, tolerance=0.0)
+_PROBE = CanarySpec(prompt="", num_tokens=1, tolerance=0.0)
 _LOGPROBS = Needs(logprobs=True)
 
 

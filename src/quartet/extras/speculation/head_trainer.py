@@ -39,6 +39,7 @@ from quartet.config.common import OptimConfig
 from quartet.extras.speculation.config import DECAY, FOLDER, PREFIX, HeadTraining, MedusaSpeculation
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
+from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import AddedLosses, TrainWorker, Update
 from quartet.train.engine import Objective, TrainEngine, build_optimizer, clip_gradients, learning_rate
 from quartet.train.forward import Needs, Outputs, leaf_rows
@@ -346,6 +347,10 @@ class CompanionWorker(TrainWorker):
 
     def train_drafter(self) -> dict[str, float]:
         return self.companion.learn()
+
+    def sizes(self) -> dict[LeaseMode, int]:
+        of_heads = 4 * sum(p.nbytes for p in self.drafter_model.parameters())  # with gradients and moments
+        return {mode: size + of_heads for mode, size in super().sizes().items()}
 
     def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
         return chain(super().sent_weights(), self.drafter_model.weights())

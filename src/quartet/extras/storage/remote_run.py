@@ -182,6 +182,7 @@ class RemoteRun(LocalRun):
         self.url, self.path = url.rstrip("/"), path
         self._store, self._tell, self._keep, self._timeout_s = Store(url), tell, keep, timeout_s
         self._run, self._process = uuid4().hex, uuid4().hex
+        self._processes: list[str] = []
         self._uploaded: dict[str, list[int]] = {}
         self._newest: dict[str, tuple[str, list[int]]] = {}
         self._machines: Machines | None = None
@@ -214,7 +215,8 @@ class RemoteRun(LocalRun):
     def restore(self, resume: bool, *, here_only: bool = False) -> None:
         owner = self._owner()
         if (resume and self._decides_here(owner)) or (here_only and owner is None):
-            self._run = self._run_here() or self._run
+            run, self._processes = self._here()
+            self._run = run or self._run
             return
         if owner is not None and (here_only or not resume):
             raise self._taken(owner)
@@ -226,7 +228,9 @@ class RemoteRun(LocalRun):
 
     def claim(self, *, upload: bool = True) -> None:
         with writing(self.path):
-            replace_atomically(self.path / _STATE, json.dumps({"run": self._run}).encode())
+            self._processes.append(self._process)
+            state = {"run": self._run, "processes": self._processes}
+            replace_atomically(self.path / _STATE, json.dumps(state).encode())
         owner = {"run": self._run, "process": self._process, "host": socket.gethostname(), "pid": os.getpid()}
         owner["since"] = datetime.now().isoformat(timespec="seconds")
         self._store.write(OWNER, json.dumps(owner, indent=2).encode())
@@ -235,20 +239,25 @@ class RemoteRun(LocalRun):
             self._thread = threading.Thread(target=self._work, name="quartet-upload", daemon=True)
             self._thread.start()
 
-    def _run_here(self) -> str:
-        """Returns the id of the run in the directory here; empty where there is none."""
+    def _here(self) -> tuple[str, list[str]]:
+        """Returns the id of the run in the directory here, empty where there is none, and who has written it here."""
         with contextlib.suppress(UserError, LookupError, TypeError):
-            return str(read_json(self.path / _STATE)["run"])
-        return ""
+            found = read_json(self.path / _STATE)
+            return str(found["run"]), list(found["processes"])
+        return "", []
 
     def _decides_here(self, owner: Mapping[str, Any] | None) -> bool:
-        """Tells whether the directory here has the run, and the store no newer checkpoint of it."""
-        run = self._run_here()
+        """Tells whether the directory here has the run, nobody else has written to the store since, and it has no
+        newer checkpoint.
+        """
+        run, processes = self._here()
         if not run or owner is None:
             return bool(run)
         stored = [_step(name) for name in self._store.list(CHECKPOINTS) if name.endswith(f"/{NAME}")]
         newest = max(list_checkpoints(self.path / CHECKPOINTS), default=-1)
-        return owner["run"] == run and (self.path / MARKER).is_file() and newest >= max(stored, default=-1)
+        if owner["run"] != run or owner["process"] not in processes:
+            return False
+        return (self.path / MARKER).is_file() and newest >= max(stored, default=-1)
 
     def _owner(self) -> dict[str, Any] | None:
         data = self._store.read(OWNER)
@@ -392,10 +401,13 @@ class RemoteRun(LocalRun):
         with self._pushing:
             self._push()
 
-    def _push(self) -> None:
+    def _check_owner(self) -> None:
         if (owner := self._owner() or {}).get("process") != self._process:
             problem = "is another process's now" if owner else "has lost its run"
             raise self._taken(owner, problem, f"what this process has written is in {self.path}; let one of them run")
+
+    def _push(self) -> None:
+        self._check_owner()
         # First, so that the records that follow have all that these checkpoints had.
         pinned = self._pin()
         # What says that a stage or the run is done is read before what it has made is listed, and written after it.
@@ -435,7 +447,7 @@ class RemoteRun(LocalRun):
                     if self._newest.get(root) != _identity(newest):
                         target = self.path / _PINNED / root / newest.name
                         shutil.rmtree(target.parent, ignore_errors=True)
-                        pinned[root] = Path(shutil.copytree(newest, target, copy_function=os.link))
+                        pinned[root] = Path(shutil.copytree(newest, target, copy_function=_link))
                     break
                 except OSError:
                     if newest.exists():
@@ -451,12 +463,20 @@ class RemoteRun(LocalRun):
         for name in manifest.files:
             self._store.upload(checkpoint / name, f"{base}/{name}")
             self._last_progress = time.monotonic()
+        self._check_owner()
         self._store.write(f"{base}/{NAME}", sealed)
         # Older ones, the manifests first.
         names = [name for name in self._store.list(root) if name.startswith(f"{root}/step_")]
         steps = sorted(s for name in names if name.endswith(f"/{NAME}") and (s := _step(name)) <= manifest.step)
         dropped = [name for name in names if _step(name) not in steps[-self._keep :]]
         self._store.delete(*sorted(dropped, key=lambda name: not name.endswith(f"/{NAME}")))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
 
 
 def _identity(checkpoint: Path) -> tuple[str, list[int]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import sent
-from quartet.models.attention import AttentionContext, LayerRule
+from quartet.models.attention import AttentionContext, AttentionParams
 from quartet.models.packed_model import PackedModel
 from quartet.train.parallel.pass_group import PassGroup, near_equal
 
@@ -200,7 +200,7 @@ class SplitAttention:
         self._span_sizes = split.span_sizes
         self.row_sizes = split.row_sizes
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         """Attends with ``q [1, H, t, D]``, ``k, v [1, Hk, t, D]`` of the span: heads of this tensor rank, or all of
         them where a projection had to be gathered → ``[1, H / tensor, t, D]``.
         """

@@ -9,7 +9,8 @@ An update is, on every rank:
 4. *norm*: of the gradients over their parts; all copies must have the same.
 
 A rank that fails, wherever it is, ends the run: nothing is taken up again within an update. The others, which wait for
-it in a collective, fail as its process ends, by the time limit at the latest.
+it in a collective, fail as its process ends (torchrun ends them, a run on Ray its workers), by the time limit at the
+latest.
 """
 
 from __future__ import annotations

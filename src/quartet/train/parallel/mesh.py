@@ -121,9 +121,11 @@ class Mesh:
         ranks = torch.tensor(data.ranks, dtype=torch.int).view(-1, shard, context, tensor)
         r, s, c, t = ((ranks == data.ranks[data.rank]).nonzero())[0].tolist()
 
-        def group(name: str, own: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
+        def group(
+            name: str, own: torch.Tensor, backend: str | None = None, limit: timedelta | None = time_limit
+        ) -> dist.ProcessGroup:
             ranks = own.flatten().tolist()
-            return dist.new_group(ranks, time_limit, backend, use_local_synchronization=True, group_desc=name)
+            return dist.new_group(ranks, limit, backend, use_local_synchronization=True, group_desc=name)
 
         along = [(REPLICATE, ranks[:, s, c, t]), (SHARD, ranks[r, :, :, t]), (TENSOR, ranks[r, s, c])]
         along = along if tensor > 1 else along[:2]
@@ -132,7 +134,7 @@ class Mesh:
         device_mesh = DeviceMesh.from_group(groups, device_type, mesh=in_mesh, mesh_dim_names=names)
         copy = data
         if of_copy < data.size:
-            copy = DataParallelGroup(group("copy", ranks[r], "gloo"))
+            copy = DataParallelGroup(group("copy", ranks[r], "gloo", None))
         context_group = group(CONTEXT, ranks[r, s, :, t]) if context > 1 else None
         return cls(data, copy, device_mesh, context, context_group, fixed_order)
 
