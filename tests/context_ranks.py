@@ -142,7 +142,6 @@ def run_pass(case: PassCase) -> dict[str, Any]:
         assert mesh.context_group is not None
         context = PassGroup(mesh.context_group, packed.work)
         packed.parallel = ModelParallel.of(packed, tensor=None, context=context)
-        context.begin()
     with torch.no_grad():
         outputs = compute(packed, batch, needs, 7, share=case.share)
     sent = dict(packed.work.sent)
@@ -154,8 +153,6 @@ def run_pass(case: PassCase) -> dict[str, Any]:
         if context is not None:
             dist.all_reduce(parameter.grad, group=mesh.context_group)
         gradients[name] = parameter.grad
-    if context is not None:
-        context.end()
     return {
         "outputs": outputs.fields(),
         "with_gradient": {n: values.detach() for n, values in with_gradient.fields().items()},

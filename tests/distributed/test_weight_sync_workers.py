@@ -99,9 +99,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.trainers = WorkerGroup(ResourcePool([1], **TINY), HostWorker, "actor", TrainerHost, name="trainer")
-        self.engines = WorkerGroup(
-            ResourcePool([2], **TINY), HostWorker, "rollout", EngineHost, name="rollout", max_restarts=9
-        )
+        self.engines = WorkerGroup(ResourcePool([2], **TINY), HostWorker, "rollout", EngineHost, name="rollout")
         self.trainer = RemoteGroup(self.trainers, "actor", TrainerHost, 0)
         self.version = 0
         self.handles = [RemoteGroup(self.engines, "rollout", EngineHost, rank) for rank in range(2)]

