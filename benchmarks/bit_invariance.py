@@ -144,7 +144,9 @@ def attention(draw: Draw, positions: list[int]) -> list[list[str]]:
     return found
 
 
-def _single(q: Tensor, k: Tensor, v: Tensor, position: int, num_rows: int, num_keys: int, rule: AttentionParams) -> Tensor:
+def _single(
+    q: Tensor, k: Tensor, v: Tensor, position: int, num_rows: int, num_keys: int, rule: AttentionParams
+) -> Tensor:
     """One query's output ``[4, D]``, computed with ``num_rows`` query rows per key/value head, 2 of them its own."""
     query = q[:, :, position].unflatten(1, (2, 2))
     missing = (0, 0, 0, max(0, num_keys - LONGEST))
