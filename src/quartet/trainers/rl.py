@@ -164,7 +164,9 @@ class PeriodicEvaluation:
         if not self.alarm.raised_at:
             return {"reward_hacking": {"raised": False}}
         steps, path = ", ".join(map(str, self.alarm.raised_at)), self.path / "alarms.jsonl"
-        last = read_alarms(path)[-1]
+        if not (rows := read_alarms(path) if path.is_file() else []):  # deleted meanwhile: better than a run that stops
+            return {"reward_hacking": {"raised": True, "raised_at_steps": steps}}
+        last = rows[-1]
         examples = last.pop("examples")
         return {"reward_hacking": {**last, "raised_at_steps": steps}, "reward_hacking_examples": examples}
 

@@ -24,6 +24,7 @@ from quartet.observe.files import ENDED, read_rows, true_status
 from quartet.observe.rollouts import write_step
 from quartet.schedule.model_worker import Checkpointed
 from quartet.schedule.role_group import LocalGroup
+from quartet.text.loading import local_directory
 from quartet.trainers.checkpoints import check_storage
 from quartet.trainers.run import Interrupted, RunDirectory
 from saved_states import save, saved
@@ -380,3 +381,14 @@ def test_storage_that_a_machine_does_not_share_is_refused_at_the_start(tmp_path:
     with pytest.raises(UserError, match="does not see the run's directory") if not shared else contextlib.nullcontext():
         asyncio.run(check_storage(RunDirectory(here / "run", RECIPE), workers))
     assert not list((here / "run").iterdir()), "the probe is gone"
+
+
+def test_a_run_that_goes_on_does_not_hand_out_its_former_model(tmp_path: Path) -> None:
+    path, log = tmp_path / "run", LogConfig(tensorboard=False)
+    with RunDirectory(path, SFTRecipe(log=log, steps=4)):
+        (path / "model").mkdir()
+    assert local_directory(path, "model") == str(path / "model")
+    longer = RunDirectory(path, SFTRecipe(log=log, steps=8), resume=True)
+    with longer, pytest.raises(UserError, match="has gone on since"):
+        local_directory(path, "model")
+    assert local_directory(path, "model") == str(path / "model")

@@ -261,7 +261,16 @@ class RemoteRun(LocalRun):
 
     def _owner(self) -> dict[str, Any] | None:
         data = self._store.read(OWNER)
-        return None if data is None else dict(json.loads(data))
+        if data is None:
+            return None
+        with contextlib.suppress(ValueError, TypeError):
+            if "run" in (owner := dict(json.loads(data))):
+                return owner
+        raise UserError(
+            f"{self.url}/{OWNER} is damaged",
+            found=f"{data[:60]!r}",
+            remedy="delete it, if no process uses the run",
+        )
 
     def _taken(self, owner: Mapping[str, Any], problem: str = "already holds a run", remedy: str = "") -> UserError:
         return UserError(
