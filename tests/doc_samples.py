@@ -32,7 +32,7 @@ from pydantic import BaseModel, ValidationError
 from quartet.cli.main import add_plugins, app
 from quartet.config.load import _overridden, _with_defaults, load_engine, load_recipe
 from quartet.config.plugins import jobs, recipes
-from quartet.config.strict import explain, item_annotation, members
+from quartet.config.strict import as_user_error, item_annotation, union_members
 from quartet.config.yamls import parse_yaml
 from quartet.extras.recipes.reference import sections, starter
 
@@ -130,7 +130,7 @@ def check_part(value: dict[str, Any], models: Sequence[type[BaseModel]] | None =
             mistakes = [each for each in error.errors() if each["type"] not in _OPEN and each["loc"]]
             if mistakes:
                 unknown = sum(each["type"] == "extra_forbidden" and len(each["loc"]) == 1 for each in mistakes)
-                errors.append((unknown, len(mistakes), explain(error, model, f"as a part of {model.__name__}")))
+                errors.append((unknown, len(mistakes), as_user_error(error, model, f"as a part of {model.__name__}")))
                 continue
         return
     raise min(errors, key=lambda each: each[:2])[2]
@@ -142,7 +142,7 @@ def _sections() -> tuple[type[BaseModel], ...]:
     found: dict[type[BaseModel], None] = dict.fromkeys(recipes().values())
     for model in (waiting := list(found)):
         for field in model.model_fields.values():
-            below = members(field.annotation) or members(item_annotation(field.annotation))
+            below = union_members(field.annotation) or union_members(item_annotation(field.annotation))
             waiting += [each for each in below if each not in found]
             found.update(dict.fromkeys(below))
     return tuple(found)

@@ -19,7 +19,7 @@ import pytest
 
 from quartet.cluster.torchrun import RAY_ARGUMENTS
 from quartet.cluster.worker import free_port
-from quartet.processes import beginning, descendants
+from quartet.processes import descendant_processes, process_start_time
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 
@@ -47,7 +47,7 @@ class Allocation:
     def look(self) -> dict[int, str]:
         """Processes that were started, with what each is called by the kernel, so far."""
         for agent in self.agents:
-            self._seen |= descendants(agent.pid or 0)
+            self._seen |= descendant_processes(agent.pid or 0)
         return self._seen
 
     def until(self, there: Path, timeout_s: float) -> None:
@@ -69,7 +69,7 @@ class Allocation:
     def left(self) -> list[str]:
         """Commands of processes that live on after the end; a moment is given to those that are just leaving."""
         for _ in range(25):
-            alive = [pid for pid, began in self._seen.items() if began and beginning(pid) == began]
+            alive = [pid for pid, began in self._seen.items() if began and process_start_time(pid) == began]
             if not alive:
                 return []
             time.sleep(0.2)

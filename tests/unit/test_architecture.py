@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config.plugins import load, plugins
+from quartet.config.plugins import load_object, plugins
 from quartet.observe.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ def test_what_plug_ins_name_is_there() -> None:
     targets = set(re.findall(r"quartet(?:\.\w+)+:\w+", repr(plugins())))
     assert len(targets) > 50
     for target in targets:
-        load(target)
+        load_object(target)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 import quartet as q
 from quartet.config.plugins import recipes
-from quartet.config.strict import item_annotation, members
+from quartet.config.strict import item_annotation, union_members
 
 
 def _reachable() -> set[type[BaseModel]]:
@@ -21,7 +21,7 @@ def _reachable() -> set[type[BaseModel]]:
         if model not in found:
             found.add(model)
             for field in model.model_fields.values():
-                waiting += members(field.annotation) + members(item_annotation(field.annotation))
+                waiting += union_members(field.annotation) + union_members(item_annotation(field.annotation))
     return found
 
 

@@ -81,7 +81,7 @@ Resume = Annotated[
 ]
 
 
-def as_argument(chosen: ResumeChoice | None) -> bool | Literal["auto"]:
+def resume_argument(chosen: ResumeChoice | None) -> bool | Literal["auto"]:
     """Returns the option as the trainers' argument ``resume``."""
     return "auto" if chosen == "auto" else chosen is not None
 

@@ -91,7 +91,7 @@ def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
         )
 
 
-def refused(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserError:
+def pool_busy_error(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserError:
     """Makes the error for a pool that could be granted, were others not holding what it needs."""
     held = [
         f"{n.name} has {describe_pool(n.free, pool.needs)} free of {describe_pool(n.total, pool.needs)}" for n in nodes

@@ -75,10 +75,10 @@ class DrafterType:
     """What drafts tokens that a recipe's ``rollout.speculation`` names by ``type``.
 
     Args:
-        section: ``module:class`` of it, a ``quartet.config.engines.Speculation`` whose ``type`` is the name.
+        section: ``module:class`` of it, a ``quartet.config.engines.BaseSpeculationConfig`` whose ``type`` is the name.
         drafter: function ``(section, policy, model)`` that makes a ``quartet.rollout.drafter.Drafter`` of the native
             engine; ``model`` is the trainer's where the engine shares the policy with it, else None.
-        vllm: function ``(section, folder)`` that makes the ``quartet.rollout.vllm.start.Drafts`` of vLLM, which may
+        vllm: function ``(section, folder)`` that makes the ``quartet.rollout.vllm.start.DraftSettings`` of vLLM, which may
             read files in ``folder``. None: it drafts for the native engine alone.
         model: function ``(section, policy)`` that loads its ``quartet.rollout.drafter.DrafterModel``, or refuses
             one that is another policy's.
@@ -96,7 +96,7 @@ class DrafterType:
 
 
 @dataclass(frozen=True)
-class Starter:
+class StarterRecipe:
     """What ``quartet init`` writes first for a job.
 
     Args:
@@ -128,7 +128,7 @@ class Job:
         is_supervised: it is a ``SupervisedTrainer``, of which torchrun may start several processes.
         reader: ``module:function`` that says for a recipe how its rows are read; as prompts when left out.
         sections: ``module:function`` that gives recipes of other jobs within a recipe, by their keys.
-        starter: ``module:name`` of a ``Starter``; without one ``quartet init`` writes no recipe.
+        starter: ``module:name`` of a ``StarterRecipe``; without one ``quartet init`` writes no recipe.
         methods: address of the choice in the recipe that ``quartet init --method`` makes.
         beside: ``module:function`` that writes what belongs beside a trained model, of a recipe and the directory.
         folder: what it makes, in the run's directory.
@@ -154,7 +154,7 @@ class EngineType:
 
     Args:
         section: ``module:class`` of the recipe's section, a ``RoutedEngine`` whose ``type`` is the name.
-        open: ``module:function`` that makes the engines of a section and a ``quartet.trainers.engines.Policy``.
+        open: ``module:function`` that makes the engines of a section and a ``quartet.trainers.engines.EnginePolicy``.
     """
 
     section: str
@@ -166,9 +166,9 @@ class TrackerType:
     """Where metrics and samples also go: what a recipe's ``log.trackers`` names by ``type``.
 
     Args:
-        section: ``module:class`` of it, a ``quartet.config.common.TrackerConfig`` whose ``type`` is the name.
+        section: ``module:class`` of it, a ``quartet.config.common.BaseTrackerConfig`` whose ``type`` is the name.
         tracker: ``module:function`` that makes a ``quartet.observe.trackers.Tracker`` of a section, a
-            ``quartet.observe.trackers.TrackedRun``, and the id that the run had there before, if it is resumed.
+            ``quartet.observe.trackers.RunInfo``, and the id that the run had there before, if it is resumed.
     """
 
     section: str
@@ -269,7 +269,7 @@ def _loaded(point: EntryPoint) -> Plugin:
     )
 
 
-def load(target: str) -> Any:
+def load_object(target: str) -> Any:
     """Loads what ``module:name`` stands for.
 
     Raises:
@@ -287,7 +287,7 @@ def load(target: str) -> Any:
         ) from error
 
 
-def added(table: str, own: Collection[str] = ()) -> dict[str, Any]:
+def plugin_entries(table: str, own: Collection[str] = ()) -> dict[str, Any]:
     """Returns what plug-ins add under a key of :class:`Plugin`, by its names.
 
     Raises:
@@ -300,7 +300,7 @@ def added(table: str, own: Collection[str] = ()) -> dict[str, Any]:
     return found
 
 
-def sections(
+def config_classes_by_type(
     table: str, base: type | Callable[[Any], type], own: Mapping[str, type] | None = None
 ) -> dict[str, type[BaseModel]]:
     """Returns Quartet's own sections and those that plug-ins add under a key of :class:`Plugin`, by their ``type``.
@@ -312,14 +312,14 @@ def sections(
         UserError: one is no section, or has the ``type`` of one of ours.
     """
     found: dict[str, Any] = dict(own or {})
-    for name, kind in added(table, found).items():
+    for name, kind in plugin_entries(table, found).items():
         found[name] = _section(table, name, kind.section, base if isinstance(base, type) else base(kind))
     return found
 
 
 def _section(table: str, name: str, target: str, base: type, key: str = "type") -> Any:
     """Loads the class at ``target``: derived from ``base``, with ``name`` as the default of ``key``."""
-    section = load(target)
+    section = load_object(target)
     is_one = isinstance(section, type) and issubclass(section, base)
     if is_one and getattr(section.model_fields.get(key), "default", None) == name:
         return section
@@ -337,7 +337,7 @@ def weight_forms() -> list[WeightForm]:
 
 def report_writer() -> Callable[[Path], Path] | None:
     """Returns what writes a report of a run directory; None where no plug-in does."""
-    return next((load(plugin.report) for plugin in plugins() if plugin.report is not None), None)
+    return next((load_object(plugin.report) for plugin in plugins() if plugin.report is not None), None)
 
 
 def storage(url: str) -> Storage:
@@ -349,7 +349,7 @@ def storage(url: str) -> Storage:
     target = next((plugin.storage for plugin in plugins() if plugin.storage is not None), None)
     if target is None:
         raise UserError("nothing here serves URLs", found=url, remedy="name a path, or install a plug-in for storage")
-    served: Storage = load(target)(url)
+    served: Storage = load_object(target)(url)
     return served
 
 
@@ -406,7 +406,7 @@ def jobs() -> dict[str, Job]:
     Raises:
         UserError: a plug-in adds one that is Quartet's own.
     """
-    return {**OWN, **added("jobs", OWN)}
+    return {**OWN, **plugin_entries("jobs", OWN)}
 
 
 @cache

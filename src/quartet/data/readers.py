@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
-from quartet.config.nearest import missing_file
+from quartet.config.nearest import missing_file_error
 from quartet.config.plugins import storage
 from quartet.config.strict import is_url
 
@@ -45,7 +45,7 @@ class Row:
         return f"{self.source}:{self.line}"
 
 
-def shown_places(places: Sequence[str], most: int = 5) -> str:
+def format_places(places: Sequence[str], most: int = 5) -> str:
     """Writes ``a.jsonl:3, 17, 20, …`` for the first ``most`` places; the file is named once."""
     shown: list[str] = []
     last = None
@@ -75,7 +75,7 @@ def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
         )
     is_meant_as_path = reader is not None or (name.startswith((".", "/", "~")) and not path.exists())
     if is_meant_as_path and not path.is_file():
-        raise missing_file("there is no such data file", path)
+        raise missing_file_error("there is no such data file", path)
     if reader is None:
         found = _hub(str(path) if is_url(name) else name, config.config, config.split)
     else:

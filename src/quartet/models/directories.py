@@ -46,8 +46,8 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import load_state_dict, remove_tied_weights_from_state_dict
 
 from quartet.config import UserError
-from quartet.models.attention import own_attention
-from quartet.text.loading import local_or_hub, needs_own_code
+from quartet.models.attention import original_attention
+from quartet.text.loading import custom_code_error, resolve_model_directory
 from quartet.weights.manifest import dtype_name
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def weight_paths(source: str) -> list[Path]:
     Raises:
         OSError: there are none.
     """
-    folder = Path(local_or_hub(source, "model"))
+    folder = Path(resolve_model_directory(source, "model"))
     for name in ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"):
         file = folder / name
         if not file.is_file():
@@ -133,7 +133,7 @@ _NAMED = 3
 
 
 @contextlib.contextmanager
-def loading(path: str, kind: str) -> Iterator[None]:
+def naming_load_errors(path: str, kind: str) -> Iterator[None]:
     """Turns into a user error whatever reading the directory at ``path`` in the ``with`` block runs into."""
     try:
         yield
@@ -141,7 +141,7 @@ def loading(path: str, kind: str) -> Iterator[None]:
         raise
     # Broken configs and weights come back as almost every kind of exception there is.
     except Exception as error:
-        if (refused := needs_own_code(error, path)) is not None:
+        if (refused := custom_code_error(error, path)) is not None:
             raise refused from None
         raise UserError(
             f"{path!r} cannot be loaded as a {kind}",
@@ -189,7 +189,7 @@ def _headers(source: str) -> dict[str, torch.Tensor]:
     return {n: tensor for part in parts for n, tensor in load_state_dict(str(part), map_location="meta").items()}
 
 
-def named(names: Collection[str]) -> str:
+def format_names(names: Collection[str]) -> str:
     """Tells the first names, and how many there are."""
     first = ", ".join(sorted(names)[:_NAMED])
     return first if len(names) <= _NAMED else f"{first} and {len(names) - _NAMED} more"
@@ -238,7 +238,7 @@ def _tie_equal(model: PreTrainedModel, source: str) -> None:
                 model.tie_weights()
 
 
-def on_meta(models: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
+def copy_to_meta(models: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
     """Makes copies on the meta device: modules, configs, names and shapes, without contents; what is shared
     still is.
     """
@@ -262,7 +262,9 @@ def check_loaded(model: PreTrainedModel, path: str, info: dict[str, Any]) -> Non
     """
     check_finite(model, path)
     extra = info["unexpected_keys"]
-    vars(model)["quartet_load_remarks"] = (f"{path}: tensors that belong nowhere: {named(extra)}",) if extra else ()
+    vars(model)["quartet_load_remarks"] = (
+        (f"{path}: tensors that belong nowhere: {format_names(extra)}",) if extra else ()
+    )
 
 
 def check_finite(model: PreTrainedModel, name: str) -> None:
@@ -280,7 +282,7 @@ def check_finite(model: PreTrainedModel, name: str) -> None:
     if broken:
         raise UserError(
             f"the weights of {name!r} are not finite",
-            found=f"NaN or infinity in {named(broken)}",
+            found=f"NaN or infinity in {format_names(broken)}",
             remedy="use a checkpoint from before its training diverged, or download it again",
         )
 
@@ -358,7 +360,7 @@ def meta_twin(model: PreTrainedModel) -> PreTrainedModel:
     """
     config = copy.deepcopy(model.config)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return type(model)._from_config(config, dtype=torch.float32, attn_implementation=own_attention(model))
+        return type(model)._from_config(config, dtype=torch.float32, attn_implementation=original_attention(model))
 
 
 def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[list[Conversion], list[str]]:

@@ -103,7 +103,7 @@ class Adapters:
         self._model = model
         self.take_up_parameters()
         self._target_names = target_names
-        self.digest: Callable[[Iterable[tuple[str, Tensor]]], str] = digest_of
+        self.digest: Callable[[Iterable[tuple[str, Tensor]]], str] = named_tensors_digest
         self._is_in = True
         self._is_folded = False
 
@@ -286,7 +286,7 @@ class Adapters:
         save_tensors(path / "adapter_model.safetensors", named, gather)
 
 
-def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
+def named_tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     """Returns the SHA-256 of names, dtypes, shapes and contents, in their order."""
     digest = hashlib.sha256()
     for name, tensor in named:
@@ -298,7 +298,7 @@ def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
 # Putting adapters in -------------------------------------------------------------------------------------
 
 
-def attach(
+def attach_adapters(
     model: PreTrainedModel, body: nn.Module, config: LoRAConfig, *, seed: int, head: nn.Module | None = None
 ) -> Adapters:
     """Puts fresh adapters into the linear layers of ``body`` and freezes everything else.
@@ -310,7 +310,7 @@ def attach(
     Raises:
         UserError: peft is not installed, the model has adapters already, or the section does not fit its layers.
     """
-    refuse_wrapped(model)
+    reject_peft_model(model)
     targets = _targets(body, config)
     names = _target_names(model, targets, config)
     paths = {id(module): path for path, module in model.named_modules()}
@@ -362,7 +362,7 @@ def _is_of_peft(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "peft"
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def reject_peft_model(model: nn.Module) -> None:
     """Raises for a model that has adapters of peft in it already.
 
     Raises:

@@ -26,13 +26,13 @@ from transformers.pytorch_utils import Conv1D
 
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
-from quartet.config.plugins import load, weight_forms
+from quartet.config.plugins import load_object, weight_forms
 from quartet.models import attention
 from quartet.models.attention import AttentionContext
 from quartet.models.directories import WHOLE, load_warnings
-from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
-from quartet.models.logprobs import Limits, LogprobRule, VocabularyPart, token_logprobs
-from quartet.models.lora import Adapters, attach, refuse_wrapped
+from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_multiple
+from quartet.models.logprobs import LogprobOptions, SamplingLimits, VocabShard, token_logprobs
+from quartet.models.lora import Adapters, attach_adapters, reject_peft_model
 from quartet.models.memory import align_storages
 from quartet.models.work import ModelFlops, WorkCounter
 
@@ -87,10 +87,10 @@ class PackedModel:
         self.unshared_because = "a shared prompt gave other results than sequences alone"
         self.relative_positions = True
         self.adapters: Adapters | None = None
-        refuse_wrapped(model)
+        reject_peft_model(model)
         align_storages(model)
         attention.install_attention(model)
-        self._fused: list[nn.Module] = [m for form in weight_forms() for m in load(form.install)(model)]
+        self._fused: list[nn.Module] = [m for form in weight_forms() for m in load_object(form.install)(model)]
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed: list[nn.Module] = []
@@ -162,7 +162,7 @@ class PackedModel:
         Raises:
             RuntimeError: the model was released, so its own attention would ignore the context.
         """
-        if not attention.is_installed(self.model):
+        if not attention.is_attention_installed(self.model):
             raise RuntimeError(f"{type(self.model).__name__} was released; take it over again to run it packed")
         num_tokens = input_ids.shape[0]
         missing = 0
@@ -189,7 +189,7 @@ class PackedModel:
         Raises:
             UserError: peft is missing, or the section does not fit the model.
         """
-        self.adapters = attach(self.model, self.body, config, seed=seed, head=self._head_in_full)
+        self.adapters = attach_adapters(self.model, self.body, config, seed=seed, head=self._head_in_full)
 
     @property
     def _head_in_full(self) -> nn.Module | None:
@@ -238,7 +238,7 @@ class PackedModel:
 
     @cached_property
     def _row_step(self) -> int:
-        return row_step(self.body)
+        return row_multiple(self.body)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -261,7 +261,7 @@ class PackedModel:
 
         Adapters are added to its weights: it then is the trained model, as after training all of them.
         """
-        attention.restore(self.model)
+        attention.uninstall_attention(self.model)
         if self.adapters is not None:
             self.adapters.fold()
         restore_forwards(self._checkpointed)
@@ -281,7 +281,7 @@ class PackedCausalLM(PackedModel):
 
     head: nn.Linear
     logit_scale = 1.0
-    vocabulary: VocabularyPart | None = None
+    vocabulary: VocabShard | None = None
 
     def _find_head(self, model: PreTrainedModel) -> nn.Linear:
         head = model.get_output_embeddings()
@@ -328,7 +328,7 @@ class PackedCausalLM(PackedModel):
         chunk: int = 1024,
         entropy: bool = False,
         entropy_grad: bool = True,
-        limits: Limits | None = None,
+        limits: SamplingLimits | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes log-probabilities (and entropies) of the temperature-scaled distribution, or of what ``limits``
         leave of it.
@@ -350,7 +350,7 @@ class PackedCausalLM(PackedModel):
         halved = self.precision == "bf16" and weight.dtype != torch.float64
         compute_dtype = torch.bfloat16 if halved else weight.dtype
         shape = self.logit_scale, self._softcap, chunk
-        rule = LogprobRule(compute_dtype, temperature, *shape, entropy, entropy_grad, limits)
+        rule = LogprobOptions(compute_dtype, temperature, *shape, entropy, entropy_grad, limits)
         rows = self._enough_rows(hidden)
         targets = F.pad(labels, (0, rows.shape[0] - num_rows))
         logprobs, entropies = token_logprobs(rows, weight, self.head.bias, targets, rule, self.vocabulary)

@@ -30,7 +30,7 @@ FIRST_STEPS = 5
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
-def repetition(token_ids: Sequence[int]) -> tuple[float, int]:
+def measure_repetition(token_ids: Sequence[int]) -> tuple[float, int]:
     """Returns the share of a response's 4-grams that it had before, and tokens of its longest stretch of such 4-grams
     alone.
     """
@@ -320,7 +320,7 @@ class Health:
         return {f"health/{name}": 1.0 for name in self.present}
 
 
-def examine(rows: Sequence[Mapping[str, float]]) -> Health:
+def examine_health(rows: Sequence[Mapping[str, float]]) -> Health:
     """Examines the health of a run by the rows of its ``metrics.jsonl``."""
     health = Health()
     for row in rows:
@@ -423,10 +423,10 @@ class HackingAlarm:
             return None
         verdict, common = None, [prompt for prompt in now if prompt in self._best]
         if common:
-            held_out_p = fall_p([now[p] - self._best[p] for p in common])
+            held_out_p = drop_p_value([now[p] - self._best[p] for p in common])
             again = [] if self._last is self._best else [p for p in common if p in self._last]
-            twice_p = fall_p([max(now[p], self._last[p]) - self._best[p] for p in again], chance=1 / 3)
-            slope, training_p = rise(self._training)
+            twice_p = drop_p_value([max(now[p], self._last[p]) - self._best[p] for p in again], chance=1 / 3)
+            slope, training_p = slope_and_p_value(self._training)
             once, twice = self.fall_levels(self._num_seen)
             verdict = AlarmVerdict(
                 step=step,
@@ -468,7 +468,7 @@ class HackingAlarm:
         self.raised_at = tuple(int(step) for step in state["raised_at"])
 
 
-def fall_p(differences: Sequence[float], chance: float = 0.5) -> float:
+def drop_p_value(differences: Sequence[float], chance: float = 0.5) -> float:
     """Computes the p-value of the mean of paired differences being below 0, at least ``chance`` to the number that are
     not 0.
 
@@ -484,7 +484,7 @@ def fall_p(differences: Sequence[float], chance: float = 0.5) -> float:
     return max(tail, chance**changed)
 
 
-def rise(series: Sequence[tuple[int, float]]) -> tuple[float | None, float]:
+def slope_and_p_value(series: Sequence[tuple[int, float]]) -> tuple[float | None, float]:
     """Computes the slope of the least-squares line through ``(step, value)``, and the p-value of it being above 0.
 
     With fewer than three points there is no residual to learn the noise from: (None, 1).
@@ -531,10 +531,10 @@ def student_t_tail(t: float, dof: int) -> float:
 
 def read_alarms(path: Path) -> list[dict[str, Any]]:
     """Reads the rows of ``alarms.jsonl``, without broken ones."""
-    return read_objects(path, alarm_of_row)
+    return read_objects(path, alarm_from_row)
 
 
-def alarm_of_row(row: dict[str, Any]) -> dict[str, Any]:
+def alarm_from_row(row: dict[str, Any]) -> dict[str, Any]:
     """Makes one row of :func:`read_alarms`; ValueError or KeyError for one of another shape."""
     if type(row["step"]) is not int or not isinstance(row["text"], str):
         raise ValueError("no whole step, or no text")

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
-from quartet.observe.health import repetition
+from quartet.observe.health import measure_repetition
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.clock import Condition, shielded
+from quartet.schedule.clock import Condition, await_uncancelled
 
 NO_VERSION = -1
 """In ``policy_version`` of tokens that no weights of this run have sampled: prompts, observations."""
@@ -44,7 +44,7 @@ GREEDY = "greedy"
 TEXT_END = "text_end"
 """Sequence field: characters of the last action's text before its stop string, -1 where there is none."""
 REPETITION = "repetition"
-"""Object of each sequence: how far its actions repeat themselves (``quartet.observe.health.repetition``)."""
+"""Object of each sequence: how far its actions repeat themselves (``quartet.observe.health.measure_repetition``)."""
 STATE = "state"
 """Object of each sequence: what its last action answers, as text or messages; None for the data set's prompt."""
 
@@ -93,7 +93,7 @@ class Group:
         return batch.with_objects(**{STATE: [None if item is self.prompt else item.prompt for item in items]})
 
 
-def chunk_of(step: int, index: int, groups: Sequence[Group]) -> Chunk:
+def make_chunk(step: int, index: int, groups: Sequence[Group]) -> Chunk:
     return Chunk(step, index, RaggedBatch.concat([group.batch for group in groups]))
 
 
@@ -105,12 +105,12 @@ def group_members(batch: RaggedBatch) -> dict[int, list[int]]:
     return members
 
 
-def by_group(batch: RaggedBatch) -> dict[int, RaggedBatch]:
+def split_by_group(batch: RaggedBatch) -> dict[int, RaggedBatch]:
     """Returns the batch of each group, by its index; of groups that were joined, as each was before."""
     return {group: batch.select(picked, keep_order=True) for group, picked in group_members(batch).items()}
 
 
-def without_texts(batch: RaggedBatch) -> RaggedBatch:
+def drop_texts(batch: RaggedBatch) -> RaggedBatch:
     """Returns scored batches without texts: of their objects those that are none, and the prompts' names as
     ``prompt_id``."""
     names = [item.prompt_id for item in batch.objects["prompt"]]
@@ -128,7 +128,7 @@ def staleness_metrics(batch: RaggedBatch, step: int) -> dict[str, float]:
 # The batch of a group -----------------------------------------------------------------------------------
 
 
-def answered(prompt_ids: Sequence[int], completion: Completion, text: str) -> Trajectory:
+def single_turn_trajectory(prompt_ids: Sequence[int], completion: Completion, text: str) -> Trajectory:
     """Makes a trajectory of one turn; ``text`` of the completion."""
     sequence = TrajectorySequence(
         prompt_ids=tuple(prompt_ids),
@@ -151,7 +151,7 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
     sampled the token, -1 where none have) and the sequences' own ``columns`` (0 elsewhere); sequence fields ``group``
     (place in the stream), ``response`` (the trajectory in its group), ``ended`` (the trajectory's last action ended by
     itself), ``version`` (the first token's, the oldest), ``text_end``; objects ``state``, ``completion`` (text of the
-    last action), ``finish_reason`` and ``repetition``.
+    last action), ``finish_reason`` and ``measure_repetition``.
 
     Trajectories of an environment have ``observation_mask`` (bool ``[T]``: tokens of a leaf that the policy only read),
     ``part`` (the sequence in its trajectory), ``num_turns`` and ``reward/<source>`` (on the last sequence, NaN on the
@@ -215,7 +215,7 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
 
 def _repetition(sequence: TrajectorySequence) -> tuple[float, int]:
     acted = zip(sequence.token_ids, sequence.action_mask, strict=True)
-    return repetition([token for token, is_action in acted if is_action])
+    return measure_repetition([token for token, is_action in acted if is_action])
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ class GroupStream:
             task.cancel()
         try:
             if self._running:  # a worker may still be at it: leave only when none is
-                await shielded(asyncio.wait([*self._running.values()]))
+                await await_uncancelled(asyncio.wait([*self._running.values()]))
         finally:
             self._changed.notify_all()
 

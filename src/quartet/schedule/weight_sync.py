@@ -28,18 +28,18 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config.errors import UserError
 from quartet.rollout.protocol import StepEngine
-from quartet.schedule.clock import shielded
+from quartet.schedule.clock import await_uncancelled
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.text.examples import PromptText
 from quartet.train.engine import TrainEngine
 from quartet.weights.manifest import (
-    OtherEndFailed,
+    PeerFailed,
     WeightMismatch,
     WeightsRefused,
     WeightsUnusable,
     WeightSyncError,
     WeightSyncTimeout,
-    at_rank,
+    with_rank,
 )
 from quartet.weights.sync import Endpoint, Offer, Transport, WeightReceiver, WeightSender
 
@@ -141,7 +141,7 @@ async def open_weight_sync(
         (chosen,) = await _answers({None: connected}, timeout_s)
         return chosen
 
-    return await shielded(connect())
+    return await await_uncancelled(connect())
 
 
 async def sync_weights(
@@ -176,7 +176,7 @@ async def sync_weights(
         await _answers(calls, limit_s, silence_s=2 * timeout_s)
         return offer.num_bytes
 
-    return await shielded(sync())
+    return await await_uncancelled(sync())
 
 
 async def _soon(group: RoleGroup[Any], call: Awaitable[Any]) -> Any:
@@ -219,7 +219,7 @@ async def _answers(calls: Calls, limit_s: float, *, silence_s: float = 0.0) -> l
 async def _answer(rank: int | None, call: Awaitable[Any]) -> Any:
     answer = await call
     if isinstance(answer, WeightSyncError):
-        raise at_rank(answer, rank)
+        raise with_rank(answer, rank)
     return answer
 
 
@@ -247,7 +247,7 @@ def _raise_best(errors: Sequence[tuple[int | None, BaseException]]) -> None:
             return 0
         if not isinstance(error, WeightSyncError):
             return 1
-        return 4 if isinstance(error, OtherEndFailed | WeightsUnusable) else 2 + isinstance(error, WeightSyncTimeout)
+        return 4 if isinstance(error, PeerFailed | WeightsUnusable) else 2 + isinstance(error, WeightSyncTimeout)
 
     rank, error = min(errors, key=says)
     if isinstance(error, WeightSyncError) or not isinstance(error, Exception):

@@ -31,7 +31,7 @@ def is_empty(answer: AnswerText) -> bool:
     return not (turn["content"].strip() or turn.get("tool_calls") or any(turn.get(name) for name in THOUGHTS))
 
 
-def is_learned(message: Message) -> bool:
+def has_loss(message: Message) -> bool:
     """Tells whether a message is an assistant's turn that carries loss."""
     return message["role"] == "assistant" and bool(message.get("train", True))
 

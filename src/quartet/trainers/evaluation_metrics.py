@@ -32,12 +32,12 @@ from quartet.algorithms.evaluation_math import (
     win_rate_interval,
 )
 from quartet.config import UserError
-from quartet.config.errors import printable
+from quartet.config.errors import escape_control_characters
 from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
-from quartet.observe.files import as_dataclass, read_whole, replace_atomically
+from quartet.observe.files import dataclass_from_row, read_objects_strictly, replace_atomically
 from quartet.observe.trackers import Row
-from quartet.rewards.judge import Comparer
-from quartet.rewards.source import combine
+from quartet.rewards.judge import JudgeComparer
+from quartet.rewards.source import combine_scores
 from quartet.text.examples import PromptText
 
 _FILE_NAME = re.compile(r"step_(\d{8})\.jsonl")
@@ -59,20 +59,20 @@ class Answer:
 _KEYS = {field.name for field in fields(Answer)}
 
 
-def or_null(value: float) -> float | None:
+def nan_to_none(value: float) -> float | None:
     """Returns the value, or None for NaN, which JSON does not have."""
     return None if math.isnan(value) else value
 
 
-def nulls_for_nan(rewards: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: or_null(value) for name, value in rewards.items()}
+def rewards_without_nan(rewards: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: nan_to_none(value) for name, value in rewards.items()}
 
 
 def _nan_for_nulls(rewards: Mapping[str, float | None]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in rewards.items()}
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes JSON lines, whole or not at all; text is not escaped, except lone surrogates."""
     text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_answers(path: Path, answers: Sequence[Answer]) -> None:
-    write_rows(path, [{**vars(answer), "rewards": nulls_for_nan(answer.rewards)} for answer in answers])
+    write_json_lines(path, [{**vars(answer), "rewards": rewards_without_nan(answer.rewards)} for answer in answers])
 
 
 def read_answers(path: Path) -> list[Answer]:
@@ -92,12 +92,12 @@ def read_answers(path: Path) -> list[Answer]:
 
     def answer(row: dict[str, Any]) -> Answer:
         values = {"length": 0} | {name: row[name] for name in _KEYS & row.keys()}
-        return as_dataclass(Answer, {**values, "rewards": _nan_for_nulls(row.get("rewards", {}))})
+        return dataclass_from_row(Answer, {**values, "rewards": _nan_for_nulls(row.get("rewards", {}))})
 
-    return read_whole(path, answer)
+    return read_objects_strictly(path, answer)
 
 
-def as_text(prompt: PromptText) -> str:
+def prompt_as_text(prompt: PromptText) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
@@ -108,11 +108,11 @@ def answer_rows(path: Path, num: int) -> list[Row]:
     answers = read_answers(path)[:num] if path.is_file() else []
     return [
         {
-            "prompt": printable(as_text(answer.prompt)),
-            "response": printable(answer.completion),
+            "prompt": escape_control_characters(prompt_as_text(answer.prompt)),
+            "response": escape_control_characters(answer.completion),
             "finish_reason": answer.finish_reason,
             "tokens": answer.length,
-            **{f"reward/{name}": or_null(value) for name, value in answer.rewards.items()},
+            **{f"reward/{name}": nan_to_none(value) for name, value in answer.rewards.items()},
         }
         for answer in answers
     ]
@@ -125,7 +125,7 @@ def evaluation_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}.jsonl"
 
 
-def drop_after(directory: Path, step: int) -> None:
+def delete_evaluations_after(directory: Path, step: int) -> None:
     """Deletes the files of evaluations after ``step`` complete steps."""
     for path in directory.glob("step_*.jsonl"):
         match = _FILE_NAME.fullmatch(path.name)
@@ -155,7 +155,7 @@ class EvaluationMetric:
     interval: str | None = None
 
 
-def measure(
+def compute_metrics(
     answers: Sequence[Answer],
     scores: Mapping[str, Mapping[str, float]],
     grading: GradingConfig,
@@ -181,7 +181,7 @@ def measure(
         seed: of the resampling.
         intervals: False leaves them out.
     """
-    groups, sources = by_prompt(answers), sorted({name for answer in answers for name in answer.rewards})
+    groups, sources = group_by_prompt(answers), sorted({name for answer in answers for name in answer.rewards})
 
     def means(values: Sequence[float]) -> list[float]:
         return list(prompt_means(answers, values).values())
@@ -189,7 +189,7 @@ def measure(
     values = {f"eval/{name}": means([a.rewards.get(name, math.nan) for a in answers]) for name in sources}
     values |= {name: means(weighted_scores(answers, weights)) for name, weights in scores.items()}
     for source in [name for name in sources if name in graded]:
-        values |= _graded(groups, source, grading, max(map(len, groups)), extractor(grading.answer))
+        values |= _graded(groups, source, grading, max(map(len, groups)), build_extractor(grading.answer))
     values[LENGTH] = means([float(a.length) for a in answers])
     values["eval/truncated_frac"] = means([float(a.finish_reason == "length") for a in answers])
     kept = {name: [v for v in found if not math.isnan(v)] for name, found in values.items()}
@@ -199,11 +199,11 @@ def measure(
     return [_with_interval(figure, kept[figure.name], grading.confidence, seed) for figure in plain]
 
 
-def metrics_of(figures: Sequence[EvaluationMetric]) -> dict[str, float]:
+def metric_values(figures: Sequence[EvaluationMetric]) -> dict[str, float]:
     return {figure.name: figure.value for figure in figures}
 
 
-def by_prompt(answers: Sequence[Answer]) -> list[list[Answer]]:
+def group_by_prompt(answers: Sequence[Answer]) -> list[list[Answer]]:
     """Returns the samples of each prompt, in order."""
     found: dict[str, list[Answer]] = {}
     for answer in answers:
@@ -223,7 +223,7 @@ def weighted_scores(answers: Sequence[Answer], weights: Mapping[str, float], sou
     if not weights or not answers:
         return [math.nan] * len(answers)
     by_source = {name: torch.tensor([a.rewards.get(name, math.nan) for a in answers]) for name in weights}
-    total, applies = combine(by_source, weights)
+    total, applies = combine_scores(by_source, weights)
     return torch.where(applies, total, math.nan).tolist()
 
 
@@ -241,18 +241,18 @@ def standard_error(values: Sequence[float]) -> float:
     return float(kept.std() / math.sqrt(len(kept))) if len(kept) > 1 else math.nan
 
 
-def check_graded(grading: GradingConfig, sources: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
+def resolve_graders(grading: GradingConfig, sources: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
     """Returns the sources that judge right and wrong: those named, or all but reward models.
 
     Raises:
         UserError: a name that no source has.
     """
     for name in grading.sources or ():
-        check_named("grading.sources", name, sources, "all but reward models")
+        check_source_exists("grading.sources", name, sources, "all but reward models")
     return grading.sources if grading.sources is not None else tuple(n for n in sources if n not in models)
 
 
-def check_named(key: str, source: str | None, sources: Sequence[str], otherwise: str) -> None:
+def check_source_exists(key: str, source: str | None, sources: Sequence[str], otherwise: str) -> None:
     """Raises a UserError where ``key`` of the recipe names a source of reward that there is not."""
     if source is not None and source not in sources:
         raise UserError(
@@ -307,7 +307,7 @@ def _votes(
     return values
 
 
-def extractor(config: AnswerConfig) -> Extract:
+def build_extractor(config: AnswerConfig) -> Extract:
     """Makes the function ``completion → answer``, None where there is none; equal answers give equal text."""
     if isinstance(config, NumberAnswer):
         return _last_number
@@ -381,9 +381,9 @@ class Comparison:
             "prompt": self.first.prompt,
             "completion": self.first.completion,
             "against": self.second.completion,
-            "rewards": nulls_for_nan(self.first.rewards),
-            "against_rewards": nulls_for_nan(self.second.rewards),
-            "preference": or_null(self.preference),
+            "rewards": rewards_without_nan(self.first.rewards),
+            "against_rewards": rewards_without_nan(self.second.rewards),
+            "preference": nan_to_none(self.preference),
             "verdict": self.verdict,
         }
 
@@ -421,16 +421,16 @@ def compare_scores(
 ) -> list[Comparison]:
     """Compares by scores: the higher score wins (``weighted_scores``); scores that differ by no more than
     ``tie_margin`` are the same."""
-    both = pairs(first, second)
+    both = pair_answers(first, second)
     ours, theirs = (weighted_scores([pair[k] for pair in both], weights, source) for k in (0, 1))
     return [_decided(a, b, x - y, tie_margin) for (a, b), x, y in zip(both, ours, theirs, strict=True)]
 
 
 async def compare_by_judge(
-    first: Sequence[Answer], second: Sequence[Answer], judge: Comparer, tie_margin: float
+    first: Sequence[Answer], second: Sequence[Answer], judge: JudgeComparer, tie_margin: float
 ) -> list[Comparison]:
     """Compares by a judge: the judge's preference wins, beyond ``tie_margin``."""
-    both, found = pairs(first, second), list[Comparison]()
+    both, found = pair_answers(first, second), list[Comparison]()
     for start in range(0, len(both), JUDGED_TOGETHER):
         asked = both[start : start + JUDGED_TOGETHER]
         preferences = await judge.compare(
@@ -474,7 +474,7 @@ def win_rate(comparisons: Sequence[Comparison], confidence: float, seed: int) ->
     return WinRate(good, same, bad, counts[None], rate, interval.low, interval.high, method)
 
 
-def pairs(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+def pair_answers(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
     """Pairs answers to the same prompt and of the same place, which have the same random numbers."""
     others = {(b.prompt_id, b.sample): b for b in second}
     return [(a, others[key]) for a in first if (key := (a.prompt_id, a.sample)) in others]

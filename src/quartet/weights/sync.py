@@ -40,7 +40,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from quartet.config import UserError
-from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of, piece_digest
+from quartet.weights.digest import BLOCK_BYTES, byte_view, digest_text, piece_digest
 from quartet.weights.manifest import DTYPES, TensorSpec, WeightSyncError, dtype_name
 from quartet.weights.shared_memory import (
     ALIGNMENT,
@@ -48,10 +48,10 @@ from quartet.weights.shared_memory import (
     SENDER,
     Board,
     MemoryBoard,
-    Position,
     Progress,
-    Segment,
+    SharedSegment,
     StoreBoard,
+    SyncPosition,
     machine_id,
 )
 from quartet.weights.sink import NamedSource, TensorSink, sync_in_process
@@ -138,7 +138,7 @@ def send_tensors(half: SendTransport, plan: Sequence[Bucket], tensors: Iterator[
     buffer = torch.empty(0)
 
     def contents() -> Iterator[Tensor]:
-        yield from map(bytes_of, tensors)
+        yield from map(byte_view, tensors)
         yield torch.tensor(list("".join(digests).encode()), dtype=torch.uint8)
 
     for number, data in enumerate(contents(), 1):
@@ -151,7 +151,7 @@ def send_tensors(half: SendTransport, plan: Sequence[Bucket], tensors: Iterator[
             sent += span.num_bytes
             if span is bucket.spans[-1]:
                 half.ship(bucket, at)
-        digests.append(as_text(total))
+        digests.append(digest_text(total))
         at.note(tensor=number)  # which is asked for next
     half.finish(at)
 
@@ -188,7 +188,7 @@ def _synchronize(device: torch.device) -> None:
 # Memory --------------------------------------------------------------------------------------------------
 
 
-class MemorySend:
+class SharedMemorySender:
     """The sender's half of ``shared_memory``: receivers copy out of the buffers, which they open.
 
     A full buffer is noted on the board, every receiver copies out of it, waits for its copies and notes that; only then
@@ -198,12 +198,12 @@ class MemorySend:
     bucket_bytes = BUCKET_BYTES["memory"]
 
     def __init__(self) -> None:
-        self._rooms: list[Segment] = []
+        self._rooms: list[SharedSegment] = []
 
     def open(self, num_receivers: int) -> tuple[Board, Place]:
         """Makes room for a sync."""
         if not self._rooms:
-            self._rooms = [Segment.create(self.bucket_bytes) for _ in range(NUM_IN_MEMORY)]
+            self._rooms = [SharedSegment.create(self.bucket_bytes) for _ in range(NUM_IN_MEMORY)]
         board = MemoryBoard()
         return board, {"board": board.path, "paths": [room.path for room in self._rooms], "bytes": self.bucket_bytes}
 
@@ -224,7 +224,7 @@ class MemorySend:
         self._rooms = []  # a receiver may be reading still: it is not written again, and freed with its last user
 
 
-class MemoryReceive:
+class SharedMemoryReceiver:
     def __init__(self) -> None:
         self._paths: list[str] = []
         self._buffers: list[Tensor] = []
@@ -237,7 +237,7 @@ class MemoryReceive:
         """Finds the data."""
         if place["paths"] != self._paths:
             self._paths = place["paths"]
-            self._buffers = [Segment.open(path, place["bytes"]).bytes for path in self._paths]
+            self._buffers = [SharedSegment.open(path, place["bytes"]).bytes for path in self._paths]
 
     def full(self, plan: Sequence[Bucket], at: Progress) -> Iterator[tuple[Bucket, Tensor]]:
         """Yields every bucket, and what it stands in until the next one is asked for."""
@@ -308,7 +308,7 @@ class _Group:
             self._backend.abort()
 
 
-class CollectiveSend:
+class CollectiveSender:
     """The sender's half of ``collective``.
 
     Args:
@@ -357,7 +357,7 @@ class CollectiveSend:
         self._under_way.clear()
 
 
-class CollectiveReceive:
+class CollectiveReceiver:
     _store: Any = None
     _group: _Group | None = None
     _place: Place | None = None
@@ -405,8 +405,8 @@ class CollectiveReceive:
         self._group = self._store = self._place = None
 
 
-SendTransport = MemorySend | CollectiveSend
-ReceiveTransport = MemoryReceive | CollectiveReceive
+SendTransport = SharedMemorySender | CollectiveSender
+ReceiveTransport = SharedMemoryReceiver | CollectiveReceiver
 Transport = Literal["shared", "shared_memory", "collective"]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -461,7 +461,7 @@ class Offer:
         return sum(spec.num_bytes for spec in self.tensors)
 
 
-def told(method: Callable[P, R]) -> Callable[P, R | WeightSyncError]:
+def as_weight_sync_error(method: Callable[P, R]) -> Callable[P, R | WeightSyncError]:
     """Makes a method return a ``WeightSyncError``: what is raised in another process may arrive as text only."""
 
     @wraps(method)
@@ -500,7 +500,7 @@ class WeightSender:
         self._half: SendTransport | None = None
         self._progress: Progress | None = None
 
-    @told
+    @as_weight_sync_error
     def connect(self, engines: Sequence[Endpoint], transport: Transport | Literal["auto"], timeout_s: float) -> Any:
         """Chooses a transport, which it returns, and lets go of the last one.
 
@@ -521,12 +521,12 @@ class WeightSender:
         self._transport, self._engines, self._timeout_s = chosen, engines, timeout_s
         if chosen == "collective":
             is_near = all(end.machine == here.machine for end in engines)
-            self._half = CollectiveSend(self._device, "127.0.0.1" if is_near else here.address, timeout_s)
+            self._half = CollectiveSender(self._device, "127.0.0.1" if is_near else here.address, timeout_s)
         elif chosen != "shared":
-            self._half = MemorySend()
+            self._half = SharedMemorySender()
         return chosen
 
-    @told
+    @as_weight_sync_error
     def offer(self, version: int) -> Offer | None:
         """Returns what receivers need; None on ranks that only take part in gathers."""
         if self._rank:
@@ -546,10 +546,10 @@ class WeightSender:
             self._plan = plan_buckets(specs, bucket_bytes)
             for rank, engine in enumerate(self._engines):
                 # One that is dead already will not say so itself.
-                board.write(1 + rank, Position(pid=engine.pid if engine.machine == machine else 0))
+                board.write(1 + rank, SyncPosition(pid=engine.pid if engine.machine == machine else 0))
         return Offer(self._transport, version, specs, place, bucket_bytes, self._timeout_s, machine)
 
-    @told
+    @as_weight_sync_error
     def send(self) -> None:
         """Sends what was offered last; returns when every receiver has found it right.
 
@@ -608,7 +608,7 @@ class WeightReceiver:
         dtypes = {name: dtype_name(dtype) for name, dtype in self._sink.dtypes().items()}
         return Endpoint.here(self._sink.device, dtypes)
 
-    @told
+    @as_weight_sync_error
     def receive(self, offer: Offer, rank: int) -> None:
         """Takes the offered weights; returns when they are served.
 
@@ -646,7 +646,7 @@ class WeightReceiver:
     def _half_of(self, transport: Transport) -> ReceiveTransport:
         """Returns the receiver's half that was used before, where it may be."""
         if transport not in self._halves:
-            half = CollectiveReceive(self._sink.device) if transport == "collective" else MemoryReceive()
+            half = CollectiveReceiver(self._sink.device) if transport == "collective" else SharedMemoryReceiver()
             self._halves = {transport: half}
         return self._halves[transport]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from quartet.config.common import Strict
+from quartet.config.common import StrictModel
 from quartet.config.errors import UserError
 from quartet.config.load import load_recipe
 from quartet.config.plugins import recipes
@@ -107,7 +107,7 @@ def test_unknown_parts_lead_to_known_ones(job: str, address: str, remedy: str) -
 
 
 def test_types_units_and_values_in_words() -> None:
-    class Model(Strict):
+    class Model(StrictModel):
         budget: Tokens | None = Field(None, ge=1)
         wait_s: float = Field(1e-6, gt=0, le=2)
         pair: tuple[float, float] = (0.5, 1.0)

@@ -10,15 +10,15 @@ import pytest
 
 from quartet.config.choices import RewardConfig
 from quartet.config.errors import UserError
-from quartet.config.load import load_recipe, methods
+from quartet.config.load import job_methods, load_recipe
 from quartet.config.plugins import recipes
-from quartet.config.strict import members, tags
+from quartet.config.strict import discriminator_values, union_members
 from quartet.extras.recipes.reference import REWARDS, is_rewarded, sections, starter
 
 COMBINATIONS = [
     (job, method, reward)
     for job in recipes()
-    for method, reward in product([None, *methods().get(job, ())], [None, *(REWARDS if is_rewarded(job) else ())])
+    for method, reward in product([None, *job_methods().get(job, ())], [None, *(REWARDS if is_rewarded(job) else ())])
     if job != "iterated-reward-model" or None in (method, reward)  # whose rewards do not meet its methods
 ]
 IMPOSSIBLE = {("rl", "remax", "process_model"): "pays steps one by one"}
@@ -46,7 +46,7 @@ def test_every_combination_loads(job: str, tmp_path: Path) -> None:
 
 
 def test_every_reward_and_method_has_a_beginning() -> None:
-    assert set(REWARDS) == set(tags(members(RewardConfig))[1])
+    assert set(REWARDS) == set(discriminator_values(union_members(RewardConfig))[1])
     assert len(COMBINATIONS) > 200
 
 

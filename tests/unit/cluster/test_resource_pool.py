@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quartet.cluster import ResourcePool
-from quartet.cluster.resource_pool import Node, check_pool, refused
+from quartet.cluster.resource_pool import Node, check_pool, pool_busy_error
 from quartet.config.errors import UserError
 
 
@@ -41,7 +41,7 @@ def test_the_numbers_of_what_is_missing_are_named() -> None:
     with pytest.raises(UserError) as caught:
         check_pool(ResourcePool([8], gpus=1), cluster(4))
     assert caught.value.found == "each process needs 1 CPU and 1 GPU; node 0 has 64 CPU and 4 GPU"
-    error = refused(ResourcePool([8]), [Node("node 0", {"CPU": 8.0}, {"CPU": 3.0})], 5)
+    error = pool_busy_error(ResourcePool([8]), [Node("node 0", {"CPU": 8.0}, {"CPU": 3.0})], 5)
     assert "within 5 s" in error.problem and "3 CPU free of 8 CPU" in error.found
 
 

@@ -21,7 +21,7 @@ from quartet.config import UserError
 from quartet.config.common import OffloadConfig
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
-from quartet.envs.transcript import EpisodeLimits, Seen, StateError
+from quartet.envs.transcript import EpisodeLimits, ObservedState, StateError
 from quartet.extras.simulation.simulation import Cost, TimedCodec, TimedEngine
 from quartet.rollout.protocol import (
     Completion,
@@ -34,7 +34,7 @@ from quartet.rollout.protocol import (
     SteppedEngine,
 )
 from quartet.rollout.router import Router
-from quartet.schedule.groups import by_group
+from quartet.schedule.groups import split_by_group
 from quartet.schedule.rollout_worker import (
     FinishedRequest,
     PromptRequest,
@@ -111,7 +111,7 @@ def asked(group: str, prompt: str, *lengths: int) -> PromptRequest:
 
 
 def turn(number: int, state: Any, *, rewrites: bool = False, reward: float | None = None, most: int = 2) -> TurnRequest:
-    seen = Seen(Observation(state, rewrites=rewrites), reward)
+    seen = ObservedState(Observation(state, rewrites=rewrites), reward)
     return TurnRequest(f"0.0.{number}", "0.0", seen, SamplingParams(max_new_tokens=most), LIMITS)
 
 
@@ -232,7 +232,7 @@ def test_answers_are_groups_under_their_own_indices(worker: RolloutWorker) -> No
     batch = worker.answers([asked("eval.0", "hi", 3, 1), asked("eval.1", "you", 2)], [4, 2])
     assert batch.ids == ("4.0", "4.1", "2.0") and batch.sequence["group"].tolist() == [4, 4, 2]
     assert [len(ids) for ids in map(batch.token_ids, range(3))] == [5, 3, 5]
-    assert {index: texts(of)[0][: -len(of.objects["completion"][0])] for index, of in by_group(batch).items()} == {
+    assert {index: texts(of)[0][: -len(of.objects["completion"][0])] for index, of in split_by_group(batch).items()} == {
         4: "hi", 2: "you"
     }  # fmt: skip
     assert not kept(worker)

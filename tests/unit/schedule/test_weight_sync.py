@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quartet.cluster.errors import Death, WorkerDied
+from quartet.cluster.errors import WorkerDeath, WorkerDied
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig, TrainConfig
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.engine import NativeEngine, own_copy
+from quartet.rollout.engine import NativeEngine, copy_packed_model
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.weight_sync import (
@@ -121,7 +121,7 @@ def make() -> Iterator[Make]:
 
     def cast(num_engines: int = 1, *, here: bool, precision: Any = "fp32", lora: LoRAConfig | None = None) -> Cast:
         packed = model(precision, lora)
-        engines = [NativeEngine(own_copy(packed), owns_weights=True) for _ in range(num_engines)]
+        engines = [NativeEngine(copy_packed_model(packed), owns_weights=True) for _ in range(num_engines)]
         hosts = [EngineHost(engine) for engine in engines]
         handles: list[Any] = [LocalGroup(h) if here else Elsewhere(h, i) for i, h in enumerate(hosts)]
         made.append(Cast(packed, engines, LocalGroup(TrainerHost(trainer_of(packed, lora))), hosts, handles))
@@ -260,7 +260,7 @@ def test_a_call_that_never_ends_keeps_no_other(make: Make, monkeypatch: pytest.M
 
 def test_a_dead_worker_is_the_cause(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cast = make(2, here=False)
-    death = WorkerDied(Death("rollout", 1, 4, "h", "on", "killed"))
+    death = WorkerDied(WorkerDeath("rollout", 1, 4, "h", "on", "killed"))
 
     @dataclass(frozen=True)
     class Dying:

@@ -22,14 +22,14 @@ from quartet.models.loading import packed_causal_lm
 from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import SamplingParams
-from quartet.schedule.groups import chunk_of, without_texts
+from quartet.schedule.groups import drop_texts, make_chunk
 from quartet.schedule.model_worker import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.evaluation import EvaluationModel, answers_of, generate
+from quartet.trainers.evaluation import EvaluationModel, completions_as_group, generate
 from quartet.trainers.evaluation_metrics import Answer
-from quartet.trainers.experience import Assembler
+from quartet.trainers.experience import ExperienceAssembler
 
 
 @pytest.fixture
@@ -117,13 +117,13 @@ def test_records_keep_every_token_with_its_columns(causal_lm: Any, codec: TextCo
     prompts = [item.prompt for item in data][:2]
     found = generate(packed, codec, prompts, sampling, num_responses=2)
     groups = [
-        answers_of(codec, 7 + k, data.items[k], [answer.completion for answer in group])
+        completions_as_group(codec, 7 + k, data.items[k], [answer.completion for answer in group])
         for k, group in enumerate(found)
     ]
-    chunk = chunk_of(3, 0, groups)
+    chunk = make_chunk(3, 0, groups)
     scores = ColumnSet(chunk.data.ids, sequence={"reward/a": torch.tensor([1.0, 2.0, math.nan, 4.0])})
-    assembler = Assembler(RLOO(kl=KLConfig(coef=0.0)), {"a": 1.0}, lambda: 0.0)
-    batch = without_texts(assembler([(chunk, [scores])]).batch)
+    assembler = ExperienceAssembler(RLOO(kl=KLConfig(coef=0.0)), {"a": 1.0}, lambda: 0.0)
+    batch = drop_texts(assembler([(chunk, [scores])]).batch)
     records = rollout_records(batch, record_columns(batch), codec)
     assert [record.sequence_id for record in records] == ["7.0", "7.1", "8.0", "8.1"]
     answers = [answer for group in found for answer in group]
