@@ -2,12 +2,12 @@
 
     python benchmarks/advantages.py [--tokens 250000 1000000 4000000] [--repeats 3] [--threads 1]
 
-Timed is the step's whole ``estimate_advantages``: from one score per trajectory to one advantage per token, KL in the reward.
-Four layouts: trajectories of 100 tokens and of 100,000, in one piece and "split" into two sequences whose tokens stand
-apart; a shared prompt stands before each group, and a tenth of the tokens is masked. A figure is the median of the
-repeats in the slowest of the layouts, in processor seconds summed over the threads (a busy machine changes them little
-with ``--threads 1``; waiting threads count, too). Growth is the last column of seconds over the first: 1 is linear.
-Ends with an error where a method takes more than 1 s per million tokens.
+Timed is the step's whole ``estimate_advantages``: from one score per trajectory to one advantage per token, KL in the
+reward. Four layouts: trajectories of 100 tokens and of 100,000, in one piece and "split" into two sequences whose
+tokens stand apart; a shared prompt stands before each group, and a tenth of the tokens is masked. A figure is the
+median of the repeats in the slowest of the layouts, in processor seconds summed over the threads (a busy machine
+changes them little with ``--threads 1``; waiting threads count, too). Growth is the last column of seconds over the
+first: 1 is linear. Ends with an error where a method takes more than 1 s per million tokens.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ Shape suffixes: T stored tokens, A action tokens, N trajectories. ``owner_T`` is
 action token (one the policy emitted), -1 for other tokens (``segments.masked_owner``). Tokens stand in time order.
 
 Per token: ``gae`` (PPO), ``discounted_returns`` (REINFORCE++ after whitening), ``subtract_baseline`` (ReMax),
-``teacher_advantages`` (distillation). Per trajectory, then spread by ``segments.gather_owner``: ``group_relative_advantages``
-(GRPO and its variants), ``pass_at_k_advantages`` (pass@k), ``leave_one_out_advantages`` (RLOO), ``length_weighted_advantages`` (OPO), and on top
-``rescale_by_informative_groups`` (GPG) or ``whiten_unless_equal`` (REINFORCE++-baseline). Per token, with a baseline per
-position in the group: ``optimal_token_baseline``. Per source, before rewards are added up: ``normalise_in_groups``
-(GDPO).
+``teacher_advantages`` (distillation). Per trajectory, then spread by ``segments.gather_owner``:
+``group_relative_advantages`` (GRPO and its variants), ``pass_at_k_advantages`` (pass@k), ``leave_one_out_advantages``
+(RLOO), ``length_weighted_advantages`` (OPO), and on top ``rescale_by_informative_groups`` (GPG) or
+``whiten_unless_equal`` (REINFORCE++-baseline). Per token, with a baseline per position in the group:
+``optimal_token_baseline``. Per source, before rewards are added up: ``normalise_in_groups`` (GDPO).
 
 From a score per trajectory to rewards of tokens and completions.
 

@@ -484,7 +484,7 @@ def kl_cov_loss(given: PolicyTokens, *, held_T: Tensor, ppo_kl_coef: float) -> P
 
     Per token ``-A * ratio``, and ``ppo_kl_coef * |policy - old|`` more where ``held_T``: the absolute log-ratio of the
     authors' code, in the place of the paper's KL. ``held_T`` ``[T]`` bool are the tokens of highest covariance
-    (``token_selection.top_share``).
+    (``token_selection.top_fraction_mask``).
     """
     ratio_T = clamped_exp(given.log_ratio_T)
     return given.output(-given.advantages_T * ratio_T + ppo_kl_coef * given.log_ratio_T.abs() * held_T, ratio_T)

@@ -2,7 +2,8 @@
 
 ``plan_micro_batches`` keeps all of these together: no part computes more tokens than the budget; every rank has equally
 many parts; each sequence is in one part, with those it must stay with; a group stays with its prompt where that is
-cheaper; parts are as equal in cost as they come (``balanced_partition_under_cap``: multiway number partitioning), and as few.
+cheaper; parts are as equal in cost as they come (``balanced_partition_under_cap``: multiway number partitioning), and
+as few.
 
 **Cost.** Its unit is a token attending to one token. A token costs ``token_cost`` (everything but attention) and one
 for each token that it attends to: its ancestors, those before it in its segment, and itself. A segment of n tokens
@@ -115,7 +116,7 @@ def best_fit_decreasing(sizes: Sequence[int], cap: int) -> Parts:
 
 
 def balanced_partition(costs: Sequence[int], num_parts: int) -> Parts:
-    """Deals items to exactly so many parts, the dearest as cheap as was found; as ``balanced_partition_under_cap`` without a cap."""
+    """Deals items to exactly so many parts, the dearest as cheap as was found."""
     parts = balanced_partition_under_cap(costs, num_parts, costs, sum(costs))
     assert parts is not None
     return parts

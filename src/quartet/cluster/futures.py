@@ -1,11 +1,11 @@
 """Calls in flight, and results that stay where they were made.
 
 A non-blocking call leaves each rank's result in the object store as one reference. An argument made of such a result is
-a ``ResultReference``, which the worker that receives it fetches; the driver need not wait for the first call before it makes
-the next.
+a ``ResultReference``, which the worker that receives it fetches; the driver need not wait for the first call before it
+makes the next.
 
-Of a batch only the token ids may stay behind: an outline (``RaggedBatch.elsewhere``) holds ``ResultReference``s to batches
-that have them, and the worker that receives it as an argument puts them in.
+Of a batch only the token ids may stay behind: an outline (``RaggedBatch.elsewhere``) holds ``ResultReference``s to
+batches that have them, and the worker that receives it as an argument puts them in.
 """
 
 from __future__ import annotations

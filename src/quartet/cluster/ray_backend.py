@@ -53,8 +53,8 @@ class RayWorkerWrapper(WorkerWrapper):
 
 
 def fetch_references(refs: Sequence[Any]) -> list[Any]:
-    """Fetches values of the references for a worker that needs all of them; ``WorkerFailure`` or ``LostResult`` where there is
-    none.
+    """Fetches values of the references for a worker that needs all of them; ``WorkerFailure`` or ``LostResult`` where
+    there is none.
 
     Where one is lost, the others are not waited for.
     """
@@ -107,8 +107,8 @@ def _out_of_reach() -> Iterator[None]:
 class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
     """Starts workers in a Ray cluster, and calls the methods of the ``WorkerWrapper`` in each.
 
-    A value may be a ``WorkerFailure`` (the method raised) or ``LostResult`` (its process is gone); no method here raises for what
-    happened in a worker.
+    A value may be a ``WorkerFailure`` (the method raised) or ``LostResult`` (its process is gone); no method here
+    raises for what happened in a worker.
 
     Args:
         address: ``host:port`` of a running cluster, ``auto`` for the one of this machine; None takes the variable

@@ -259,7 +259,8 @@ class WorkerWrapper:
     # Calls -----------------------------------------------------------------------------------------------
 
     def call(self, head: CallHeader, *values: Any) -> Any:
-        """Returns a method's result as ``head`` says; ``WorkerFailure`` or ``LostResult`` in its place where there is none.
+        """Returns a method's result as ``head`` says; ``WorkerFailure`` or ``LostResult`` in its place where there is
+        none.
 
         Args:
             values: arguments; each by itself, so that a back end can put a stored value in the place of its reference.

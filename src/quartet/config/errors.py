@@ -42,7 +42,8 @@ class UserError(Exception):
     """A three-part message: what is wrong, what was found, what to do instead.
 
     The command line prints it without a traceback and exits with status 2; Python users catch it. What was found may be
-    foreign text of any length: the message holds the beginning of each part, as ``escape_control_characters`` writes it.
+    foreign text of any length: the message holds the beginning of each part, as ``escape_control_characters`` writes
+    it.
     """
 
     def __init__(self, problem: str, *, found: str, remedy: str) -> None:

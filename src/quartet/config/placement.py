@@ -1,8 +1,8 @@
 """Placements: which role works on which devices, what shares what, and what may overlap.
 
-One class per placement, each with only its own fields. ``resolve_placement`` turns any of them into the same plain structure
-(pools, role → pool, admission rule, when scoring begins), so that nothing behind it knows which placement was asked
-for.
+One class per placement, each with only its own fields. ``resolve_placement`` turns any of them into the same plain
+structure (pools, role → pool, admission rule, when scoring begins), so that nothing behind it knows which placement was
+asked for.
 
 ================== ======================================================== ==========================================
 ``type``           pools                                                    scoring begins

@@ -33,11 +33,11 @@ class RewardType:
     """A source of reward that a recipe names by ``type``.
 
     Args:
-        section: ``module:class`` of the recipe's section, a ``Fallible`` whose ``type`` is the name.
+        section: ``module:class`` of the recipe's section, a ``FallibleReward`` whose ``type`` is the name.
         source: ``module:function`` that makes a ``quartet.rewards.source.RewardSource`` of a section.
         model: in place of a source, for a reward that is a model of the run's own: ``module:function`` that makes a
-            ``quartet.trainers.model_loader.RewardModelRole`` of a section (a ``ModelSource``), the policy's codec and
-            what frozen models are made with.
+            ``quartet.trainers.model_loader.RewardModelRole`` of a section (a ``BaseModelReward``), the policy's codec
+            and what frozen models are made with.
         metrics: ``module:function`` of further figures of a step: of its batch, the rewards ``[N]`` and their weights.
     """
 
@@ -78,8 +78,8 @@ class DrafterType:
         section: ``module:class`` of it, a ``quartet.config.engines.BaseSpeculationConfig`` whose ``type`` is the name.
         drafter: function ``(section, policy, model)`` that makes a ``quartet.rollout.drafter.Drafter`` of the native
             engine; ``model`` is the trainer's where the engine shares the policy with it, else None.
-        vllm: function ``(section, folder)`` that makes the ``quartet.rollout.vllm.start.DraftSettings`` of vLLM, which may
-            read files in ``folder``. None: it drafts for the native engine alone.
+        vllm: function ``(section, folder)`` that makes the ``quartet.rollout.vllm.start.DraftSettings`` of vLLM, which
+            may read files in ``folder``. None: it drafts for the native engine alone.
         model: function ``(section, policy)`` that loads its ``quartet.rollout.drafter.DrafterModel``, or refuses
             one that is another policy's.
         worker: function ``(engine, also, section, model, seed)`` that makes the
@@ -153,7 +153,7 @@ class EngineType:
     """A kind of rollout engine that a recipe names by ``type``.
 
     Args:
-        section: ``module:class`` of the recipe's section, a ``RoutedEngine`` whose ``type`` is the name.
+        section: ``module:class`` of the recipe's section, a ``RoutedEngineConfig`` whose ``type`` is the name.
         open: ``module:function`` that makes the engines of a section and a ``quartet.trainers.engines.EnginePolicy``.
     """
 

@@ -12,8 +12,8 @@ refuses one that does otherwise):
   numbers at a time and what is left over one by one, with other bits: so the numbers of a layer are a multiple of 32.
 * **Query rows.** The same holds inside attention: at least 16 query rows per key/value head.
 * **Keys.** The flash kernel of the CPU takes keys in blocks of 512, and inside a block it splits sums by the block's
-  length once that is above some length. So a last block has a multiple of 32 keys up to there (``max_unsplit_keys``), else
-  all 512, whatever a query still sees of it: masked keys add zeros at the end of every sum.
+  length once that is above some length. So a last block has a multiple of 32 keys up to there (``max_unsplit_keys``),
+  else all 512, whatever a query still sees of it: masked keys add zeros at the end of every sum.
 
 Then a query's output depends on itself and on the keys up to it alone: trainer, prefill and decode call the same two
 functions below with any cut of rows and any larger number of keys.

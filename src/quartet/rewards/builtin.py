@@ -105,8 +105,8 @@ def format_match(
     as ``<tag>…</tag>``, one behind the other. Else 0.
 
     Args:
-        opened: the tag that the prompt of each completion opens at its end (``open_tag_of_prompt``): the completion with it in
-            front may have the form, too.
+        opened: the tag that the prompt of each completion opens at its end (``open_tag_of_prompt``): the completion
+            with it in front may have the form, too.
     """
     texts = list(map(plain_text, completions))
     ways = [{text.strip(), (tag + text).strip()} for text, tag in zip(texts, opened or [""] * len(texts), strict=True)]

@@ -2,8 +2,8 @@
 
 New tokens of running requests attend to their slots and their shared prompts: ``DecodeAttention`` takes one token of
 each row by the quickest kernels of a CPU, ``SpanAttention`` any number by plain operations that every device has. Where
-a row reads two places, each gives a partial output and its log-sum-exp, and ``merge_attention_states`` puts them together.
-``PrefillAttention`` is that of blocks being filled.
+a row reads two places, each gives a partial output and its log-sum-exp, and ``merge_attention_states`` puts them
+together. ``PrefillAttention`` is that of blocks being filled.
 
 Under ``numerics: exact`` every slot and block holds its sequence from position 0 on, so keys stand where they stand in
 a training pack, and a query's output is that of ``quartet.models.exact`` whatever else the step computes.
@@ -295,8 +295,9 @@ class DecodeAttention:
     def _read_shared(
         self, layer: int, q: Tensor, shared: SharedPrefixReads, rule: AttentionParams
     ) -> tuple[Tensor, Tensor]:
-        """Attends as ``attend_shared_blocks`` does. The query rows of a call are a multiple of 16, by rows of other blocks,
-        because the bits of fewer would depend on how many they are."""
+        """Attends as ``attend_shared_blocks`` does. The query rows of a call are a multiple of 16, by rows of other
+        blocks, because the bits of fewer would depend on how many they are.
+        """
 
         def attend(q: Tensor, block: CacheBlock, first: int) -> tuple[Tensor, Tensor]:
             mask = self._shared_mask(block, shared, first, rule.window, share, q.shape[2])

@@ -108,7 +108,7 @@ class StateVersions:
         return None
 
     def reserve(self, state: str, version: int, reader: str) -> Reservation:
-        """Books a reservation; `MissedVersion` when that version is replaced or being replaced."""
+        """Books a reservation; `StaleVersion` when that version is replaced or being replaced."""
         record = self._states[state]
         if missed := self.missed(LeaseAccess(reads={state: version})):
             raise missed
@@ -235,7 +235,7 @@ class _Parts:
 
 
 class Pool:
-    """The accounts of one pool. Only one `Move` is under way at a time: bytes being offloaded still count."""
+    """The accounts of one pool. Only one `PartMove` is under way at a time: bytes being offloaded still count."""
 
     def __init__(self, spec: PoolSpec, roles: Iterable[RoleSpec]) -> None:
         self.spec = spec
@@ -433,7 +433,7 @@ class Arbiter:
 
         `reads` names the version each state must have (None: whatever is current); `writes` excludes that
         state's readers, and advances it by one when the block ends without an exception. Raises `UserError`
-        at once for what can never be granted, `MissedVersion` when a version read is already replaced, and what the
+        at once for what can never be granted, `StaleVersion` when a version read is already replaced, and what the
         mover raises. A task that holds a lease asks for no other: two doing so could wait for each other for ever.
         """
         request = self._admit(role, mode, LeaseAccess(dict(reads or {}), writes))

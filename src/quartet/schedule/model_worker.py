@@ -262,7 +262,7 @@ class ModelWorker(Checkpointed, Offloadable):
     @dispatch(SPLIT, blocking=False)
     @abstractmethod
     def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
-        """Makes a forward-only pass; fields as in ``Outputs``."""
+        """Makes a forward-only pass; fields as in ``ForwardOutputs``."""
 
     @dispatch(CustomDispatch(same_for_all, _together))
     @abstractmethod

@@ -190,7 +190,8 @@ class TrainEngine(Generic[Model]):
     # Forward ---------------------------------------------------------------------------------------------
 
     def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
-        """Makes a forward-only pass over ``batch``; fields as in ``ForwardOutputs``, without gradients, where ``batch`` lies.
+        """Makes a forward-only pass over ``batch``; fields as in ``ForwardOutputs``, without gradients, where ``batch``
+        lies.
 
         Raises:
             RuntimeError: the parameters are offloaded.

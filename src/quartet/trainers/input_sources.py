@@ -55,7 +55,7 @@ _LEAST_CHECKED = 1_000
 
 Reader: TypeAlias = Callable[[Iterator[Row], ReadOptions, TextCodec, TokenLimit, int], D]
 """``(rows, reading, codec, limit, first)`` of one source to data: parsed (``data.formats``) and tokenised, one after
-the other. ``first`` is the number of the first row in its source. Raises ``NothingLeft`` where all are left out."""
+the other. ``first`` is the number of the first row in its source. Raises ``NoRowsLeft`` where all are left out."""
 
 
 # What Python code may pass: objects, paths and hub names, one bare reward ------------------------------------

@@ -2,8 +2,8 @@
 
 Inside ``graceful`` the first of them, whichever it is, asks the run to save and end after the step in flight. A SIGINT
 after it stops at once; SIGTERM and SIGUSR1 never do, since schedulers repeat them. Elsewhere (imports, loading,
-evaluation) there is nothing to wait for, and the first stops at once. ``StoppedBySignal`` is raised for that wherever the main
-thread is; whatever swallows it there meets it again with the next ``check``.
+evaluation) there is nothing to wait for, and the first stops at once. ``StoppedBySignal`` is raised for that wherever
+the main thread is; whatever swallows it there meets it again with the next ``check``.
 
 The same signal twice within one long operation of the interpreter, which calls the handler afterwards, is one.
 
@@ -29,8 +29,9 @@ from quartet.observe.process import end_thread_pool
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 2.0
-"""For so long after ``StoppedBySignal`` was raised further signals are ignored: what cleans up is not interrupted by keys that
-were pressed in a row."""
+"""For so long after ``StoppedBySignal`` was raised further signals are ignored: what cleans up is not interrupted by
+keys that were pressed in a row.
+"""
 
 
 class StoppedBySignal(KeyboardInterrupt):
@@ -62,7 +63,8 @@ class StopSignals:
         return self.first is not None
 
     def check(self) -> None:
-        """Raises ``StoppedBySignal`` where that was due and got lost, and outside ``graceful`` where a signal came inside."""
+        """Raises ``StoppedBySignal`` where that was due and got lost, and outside ``graceful`` where a signal came
+        inside."""
         if self.at_once or (self.requested and not self._graceful):
             raise self._stopped()
 

@@ -232,9 +232,8 @@ def test_answers_are_groups_under_their_own_indices(worker: RolloutWorker) -> No
     batch = worker.answers([asked("eval.0", "hi", 3, 1), asked("eval.1", "you", 2)], [4, 2])
     assert batch.ids == ("4.0", "4.1", "2.0") and batch.sequence["group"].tolist() == [4, 4, 2]
     assert [len(ids) for ids in map(batch.token_ids, range(3))] == [5, 3, 5]
-    assert {index: texts(of)[0][: -len(of.objects["completion"][0])] for index, of in split_by_group(batch).items()} == {
-        4: "hi", 2: "you"
-    }  # fmt: skip
+    prompts = {i: texts(of)[0][: -len(of.objects["completion"][0])] for i, of in split_by_group(batch).items()}
+    assert prompts == {4: "hi", 2: "you"}
     assert not kept(worker)
 
 
