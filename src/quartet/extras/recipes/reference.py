@@ -197,9 +197,8 @@ def sections(job: str, address: str = "", *, variants: bool = False) -> list[Sec
         if above in (where, as_override) and info is not None and _below(place, name, info) is None:
             return [Section(where, "", (_key(place, name, info),))]
     keys = [(above, key) for _, above, one in _all_places(job) if not one.is_choice for key in _keys_of(one.model)]
-    remedy = (
-        suggest_name(asked, dict.fromkeys(_join(*parts) for parts in keys)) or f"quartet config {job} lists its keys"
-    )
+    near = suggest_name(asked, dict.fromkeys(_join(*parts) for parts in keys))
+    remedy = near or f"quartet config {job} lists its keys"
     raise UserError(f"the recipe of {job} has no such part", found=address, remedy=remedy)
 
 
@@ -405,9 +404,8 @@ def _check(job: str, what: str, name: str | None, known: Any) -> None:
         raise unknown_job_error(job)
     if name is not None and name not in known:
         remedy = f"use one of {', '.join(known)}" if known else f"leave --{what} out"
-        raise UserError(
-            f"{job} knows no such {what}", found=f"--{what} {name}", remedy=suggest_name(name, known) or remedy
-        )
+        remedy = suggest_name(name, known) or remedy
+        raise UserError(f"{job} knows no such {what}", found=f"--{what} {name}", remedy=remedy)
 
 
 # Keys of jobs by their addresses, in the order of the recipe, and columns that the data need ----------------------
@@ -503,9 +501,8 @@ def _written(section: Mapping[str, Any], model: type[BaseModel], indent: int = 0
         annotation = model.model_fields[name.removeprefix(_EXAMPLE)].annotation
         is_list = isinstance(value, list) and isinstance(value[0], dict)
         first = value[0] if is_list else value
-        below = (
-            choose_union_member(item_annotation(annotation) or annotation, first) if isinstance(first, dict) else None
-        )
+        of_item = item_annotation(annotation) or annotation
+        below = choose_union_member(of_item, first) if isinstance(first, dict) else None
         if below is not None and not name.startswith(_EXAMPLE):
             yield f"{name}:"
             for n, line in enumerate(_written(first, below, indent + 2)):

@@ -200,9 +200,8 @@ class HeadTrainer:
         """Gives tensors to load a saved state into, as ``TrainEngine.loading`` does."""
         make_optimizer_tensors(self.optimizer, self._named(), saved)
         live = self._tensors()
-        check_state_fits(
-            tensor_shapes(live), saved, "train the heads that the run began with, or choose another output_dir"
-        )
+        remedy = "train the heads that the run began with, or choose another output_dir"
+        check_state_fits(tensor_shapes(live), saved, remedy)
         yield live
         self.num_updates, self.num_skipped = rest["num_updates"], rest["num_skipped"]
 
