@@ -45,7 +45,7 @@ from quartet.train.checkpoint import (
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import SFTObjective
-from quartet.train.offload import MappedFiles, Offload
+from quartet.train.offload import MappedFileStore, Offload
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
@@ -421,7 +421,7 @@ def offloaded(path: str, directory: str, shard: Cut, options: Mapping[str, Any])
     """Steps of an engine whose parts leave and come back between them, and of one that stays."""
     engines = [make_engine(path, mesh_of(shard), **options) for _ in range(2)]
     moving = engines[0]
-    parts = moving.offloading(MappedFiles(Path(directory) / str(dist.get_rank())))
+    parts = moving.offloading(MappedFileStore(Path(directory) / str(dist.get_rank())))
     losses: list[list[float]] = [[], []]
     for away in (("params", "grads", "optimizer"), ("optimizer",), ("params",), ("grads", "params")):
         parts.offload(away)
@@ -463,7 +463,7 @@ def memory_of_offload(path: str, directory: str) -> dict[str, int]:
     batch = batch.with_token(wanted=torch.tensor([False, True, True]))
     needs = ForwardNeeds(logprobs=True, mask="wanted")
     before = forward_only(packed, batch, needs, 64)
-    parts = Offload(packed, MappedFiles(Path(directory) / str(dist.get_rank())))
+    parts = Offload(packed, MappedFileStore(Path(directory) / str(dist.get_rank())))
     out = parts.offload()
     parts.onload()
     after = forward_only(packed, batch, needs, 64)

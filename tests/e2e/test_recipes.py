@@ -27,7 +27,7 @@ from transformers import (
 from quartet.config.algorithms import AlgorithmConfig
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.load import load_recipe
-from quartet.config.plugins import recipes
+from quartet.config.plugins import recipe_classes
 from quartet.config.preference import PreferenceLossConfig
 from quartet.config.recipe import LogConfig, SFTRecipe
 from quartet.config.strict import discriminator_values, union_members
@@ -248,7 +248,7 @@ def _named(key: str) -> set[str]:
 
 
 def test_every_job_and_every_family_has_a_recipe() -> None:
-    assert {content["job"] for content in CONTENTS.values()} == recipes().keys()
+    assert {content["job"] for content in CONTENTS.values()} == recipe_classes().keys()
     # Named in the recipe of their parent, which they differ from by defaults.
     variants = {"dr_grpo", "gpg", "reinforce_pp_baseline"}
     assert _named("algorithm") == set(discriminator_values(union_members(AlgorithmConfig))[1]) - variants

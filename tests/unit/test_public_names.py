@@ -9,13 +9,13 @@ import pytest
 from pydantic import BaseModel
 
 import quartet as q
-from quartet.config.plugins import recipes
+from quartet.config.plugins import recipe_classes
 from quartet.config.strict import item_annotation, union_members
 
 
 def _reachable() -> set[type[BaseModel]]:
     found: set[type[BaseModel]] = set()
-    waiting: list[type[BaseModel]] = list(recipes().values())
+    waiting: list[type[BaseModel]] = list(recipe_classes().values())
     while waiting:
         model = waiting.pop()
         if model not in found:

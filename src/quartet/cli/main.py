@@ -27,7 +27,7 @@ from quartet.cli.options import (
     resume_argument,
 )
 from quartet.config import Interrupted, UserError
-from quartet.config.plugins import OWN, Job, jobs, load_object, plugins
+from quartet.config.plugins import OWN, Job, all_jobs, installed_plugins, load_object
 from quartet.observe.process import yield_cores_while_waiting
 from quartet.trainers.signals import stop_signals
 
@@ -101,7 +101,7 @@ def add_plugins() -> None:
     Raises:
         UserError: a plug-in that cannot be used, or a command that is there already.
     """
-    for plugin in plugins():
+    for plugin in installed_plugins():
         for name, job in plugin.jobs.items():
             _add_to_help("Train", name)
             _add_job(name, job)
@@ -221,7 +221,7 @@ def _resume_command(arguments: list[str], path: Path) -> str:
     from quartet.trainers.run_files import RECIPE, read_recipe
 
     words = [shlex.quote(word) for word in arguments if word.partition("=")[0] != RESUME]
-    if arguments[0] in jobs():
+    if arguments[0] in all_jobs():
         recipe = path / RECIPE
         at_url = recipe.is_file() and is_url(read_recipe(recipe).get("output_dir"))
         named = at_url or any(str(path) in word for word in arguments[1:])

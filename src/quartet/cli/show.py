@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quartet.config.errors import escape_control_characters
-from quartet.config.plugins import jobs
+from quartet.config.errors import escape_control
+from quartet.config.plugins import all_jobs
 
 if TYPE_CHECKING:
     from quartet.trainers.evaluation import EvaluationResult
@@ -34,7 +34,7 @@ def metric_table(title: str, *columns: str) -> Table:
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(escape_control_characters(text), style=style), soft_wrap=True)
+    console.print(Text(escape_control(text), style=style), soft_wrap=True)
 
 
 def show_run(path: Path, summary: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     for stage in summary["stages"]:
         table = metric_table(f"{stage['name']}: {stage['seconds']:.1f} s", "metric", "last value")
         kind = re.sub(r"^round_\d+_", "", stage["name"]).replace("_", "-")
-        job = jobs().get(kind) or jobs().get(summary.get("job", ""))
+        job = all_jobs().get(kind) or all_jobs().get(summary.get("job", ""))
         for name in job.metrics if job is not None else ():
             if name in stage["metrics"]:
                 table.add_row(name, f"{stage['metrics'][name]:.4g}")
@@ -53,7 +53,7 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     alarm = summary.get("reward_hacking", {})
     if alarm.get("raised"):
         print_line(console, alarm["text"], "bold red")
-    made = jobs()[summary["job"]].folder if summary.get("job") in jobs() else "model"
+    made = all_jobs()[summary["job"]].folder if summary.get("job") in all_jobs() else "model"
     print_line(console, f"{made}: {path / made}")
     print_line(console, f"next:  quartet report {shlex.quote(str(path))}")
 
@@ -81,7 +81,7 @@ def show_evaluation(result: EvaluationResult) -> None:
     table = metric_table(f"{result.num_prompts} prompts", "metric", "value", "interval", *compared)
     others = {figure.name: f"{figure.value:.4g}  {_bounds(figure.low, figure.high)}" for figure in result.against}
     for figure in result.figures:
-        row = [escape_control_characters(figure.name), f"{figure.value:.4g}", _bounds(figure.low, figure.high)]
+        row = [escape_control(figure.name), f"{figure.value:.4g}", _bounds(figure.low, figure.high)]
         table.add_row(*row, *([others.get(figure.name, "")] if result.against else []))
     console.print(table)
     if (found := result.comparison) is not None:

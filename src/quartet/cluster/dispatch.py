@@ -169,7 +169,7 @@ def _merged_columns(
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """Arguments for one rank, and where the driver has split them its share of the items.
 
     A future among the arguments is fetched whole by its reader.
@@ -180,7 +180,7 @@ class Call:
     share: BatchShare | None = None
 
     @classmethod
-    def each(cls, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def each(cls, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankCall:
         """Makes a call with what ``change`` makes of each argument."""
         return cls(tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()})
 
@@ -198,7 +198,7 @@ class CallPlan:
             the call was not split.
     """
 
-    calls: Sequence[Call | None]
+    calls: Sequence[RankCall | None]
     answers: Sequence[int]
     collect: Callable[[list[Any], Sequence[BatchShare | None]], Any]
 
@@ -227,7 +227,7 @@ class Broadcast:
     """Every rank gets the same arguments."""
 
     def plan(self, layout: RankLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-        return CallPlan([Call(args, kwargs)] * layout.world_size, range(layout.world_size), _of_every_rank)
+        return CallPlan([RankCall(args, kwargs)] * layout.world_size, range(layout.world_size), _of_every_rank)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class OneRank:
     def plan(self, layout: RankLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         if not 0 <= self.rank < layout.world_size:
             raise ValueError(f"there is no rank {self.rank} among {layout.world_size}")
-        calls = [Call(args, kwargs) if rank == self.rank else None for rank in range(layout.world_size)]
+        calls = [RankCall(args, kwargs) if rank == self.rank else None for rank in range(layout.world_size)]
         return CallPlan(calls, [self.rank], lambda results, shares: results[0])
 
 
@@ -255,7 +255,7 @@ class FirstRanks:
     awaits_all: bool = True
 
     def plan(self, layout: RankLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-        calls = [Call(args, kwargs) if rank < self.num else None for rank in range(layout.world_size)]
+        calls = [RankCall(args, kwargs) if rank < self.num else None for rank in range(layout.world_size)]
         answers = range(self.num if self.awaits_all else 1)
         return CallPlan(calls, answers, lambda results, shares: results[0])
 
@@ -282,7 +282,7 @@ class CustomDispatch:
             of_rank = dict(zip(called, results, strict=True))
             return self.collect(layout, [of_rank.get(rank) for rank in range(layout.world_size)])
 
-        return CallPlan([Call(*entry) if entry is not None else None for entry in given], called, collect)
+        return CallPlan([RankCall(*entry) if entry is not None else None for entry in given], called, collect)
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class SplitBatch:
         table, calls = segment_table(batches[0]), []
         for share in split_table(table, layout.parts):
             part = batches[0].select(share.positions)
-            call = Call.each(partial(_instead, batches[0], part), args, kwargs)
+            call = RankCall.each(partial(_instead, batches[0], part), args, kwargs)
             calls.append(replace(call, share=share))
         return CallPlan(
             [calls[layout.part_of(rank)] for rank in range(layout.world_size)],

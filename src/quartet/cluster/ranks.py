@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import distributed
 
-from quartet.cluster.dispatch import Call
+from quartet.cluster.dispatch import RankCall
 from quartet.cluster.errors import RankFailed, WorkerDeath, WorkerDied, WorkerFailure, raising_rank_failed
 from quartet.cluster.torchrun import machine_name
 from quartet.cluster.worker import Worker
@@ -68,7 +68,7 @@ class TorchrunRanks(Worker):
                 remedy="give the same recipe and overrides on every node",
             )
 
-    def ask(self, run: Run, method: str, calls: Sequence[Call | None]) -> list[Any]:
+    def ask(self, run: Run, method: str, calls: Sequence[RankCall | None]) -> list[Any]:
         """Has every rank make its call, on rank 0: returns the results in the order of ranks, None of one not called.
 
         A rank whose part raises ends with that error, and its process with it, whatever the others are doing.
@@ -115,7 +115,7 @@ class TorchrunRanks(Worker):
             if self._is_intact:
                 distributed.broadcast_object_list([end], src=0, group=self._control)
 
-    def _part(self, run: Run, method: str, calls: Sequence[Call | None]) -> Any:
+    def _part(self, run: Run, method: str, calls: Sequence[RankCall | None]) -> Any:
         call = calls[self.rank]
         if call is None:
             return None

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quartet.cluster.errors import LostResult, WorkerFailure
 from quartet.cluster.group import connected
-from quartet.cluster.resource_pool import Node, ResourcePool, check_pool, pool_busy_error
+from quartet.cluster.resource_pool import ClusterNode, ResourcePool, check_pool, pool_busy_error
 from quartet.cluster.worker import ProcessInfo, WorkerWrapper
 from quartet.config.errors import UserError
 from quartet.processes import ProcessReaper, descendant_processes
@@ -163,11 +163,11 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
 
     # Pools -----------------------------------------------------------------------------------------------
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[ClusterNode]:
         """Returns the living machines, with what they have."""
         free, own = ray._private.state.available_resources_per_node(), ray.get_runtime_context().get_node_id()
         return [
-            Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(key, {}), key, key == own)
+            ClusterNode(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(key, {}), key, key == own)
             for node in ray.nodes()
             if node["Alive"] and (key := node["NodeID"])
         ]

@@ -58,7 +58,7 @@ class ResourcePool:
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A machine of the cluster and what it has.
 
     ``free`` is what is not granted at the moment, ``key`` the back end's name of it; ``is_own`` that of this process.
@@ -76,7 +76,7 @@ class Node:
         return min(counts, default=2**31)
 
 
-def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
+def check_pool(pool: ResourcePool, nodes: Sequence[ClusterNode]) -> None:
     """
     Raises:
         UserError: the nodes can never grant the pool: more processes than they have devices for, on one node or in all.
@@ -91,7 +91,7 @@ def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
         )
 
 
-def pool_busy_error(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserError:
+def pool_busy_error(pool: ResourcePool, nodes: Sequence[ClusterNode], waited_s: float) -> UserError:
     """Makes the error for a pool that could be granted, were others not holding what it needs."""
     held = [
         f"{n.name} has {describe_pool(n.free, pool.needs)} free of {describe_pool(n.total, pool.needs)}" for n in nodes

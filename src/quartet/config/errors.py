@@ -25,7 +25,7 @@ _UNSAFE = re.compile(
 )
 
 
-def escape_control_characters(text: str) -> str:
+def escape_control(text: str) -> str:
     r"""Writes ``text`` with every control, direction and invisible character as Python does (``\x1b``, ``\u202e``).
 
     Line feeds and tabs stay, and so do the joiners that scripts and emoji need. What is safe comes back unchanged, so
@@ -42,7 +42,7 @@ class UserError(Exception):
     """A three-part message: what is wrong, what was found, what to do instead.
 
     The command line prints it without a traceback and exits with status 2; Python users catch it. What was found may be
-    foreign text of any length: the message holds the beginning of each part, as ``escape_control_characters`` writes
+    foreign text of any length: the message holds the beginning of each part, as ``escape_control`` writes
     it.
     """
 
@@ -60,7 +60,7 @@ class UserError(Exception):
 def _shown(text: str) -> str:
     if len(text) > _MAX_SHOWN:
         text = f"{text[:_MAX_SHOWN]}… ({len(text):,} characters)"
-    return escape_control_characters(text)
+    return escape_control(text)
 
 
 class Interrupted(Exception):

@@ -21,7 +21,7 @@ from quartet.config.common import StrictModel
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.errors import UserError, read_error
 from quartet.config.nearest import missing_file_error, suggest_name
-from quartet.config.plugins import jobs, recipes
+from quartet.config.plugins import all_jobs, recipe_classes
 from quartet.config.run import Recipe
 from quartet.config.strict import (
     as_user_error,
@@ -39,15 +39,17 @@ from quartet.config.yamls import describe_yaml_error, dump_yaml, parse_yaml
 def job_methods() -> Mapping[str, Mapping[str, Any]]:
     """Returns the jobs that have a choice of methods, and the choices."""
     return {
-        name: discriminator_values(union_members(dict(dotted_fields(recipes()[name]))[job.methods].annotation))[1]
-        for name, job in jobs().items()
+        name: discriminator_values(union_members(dict(dotted_fields(recipe_classes()[name]))[job.methods].annotation))[
+            1
+        ]
+        for name, job in all_jobs().items()
         if job.methods is not None
     }
 
 
 def unknown_job_error(name: str) -> UserError:
     """Makes the error for a job that there is not."""
-    remedy = suggest_name(name, jobs()) or f"use one of {', '.join(jobs())}"
+    remedy = suggest_name(name, all_jobs()) or f"use one of {', '.join(all_jobs())}"
     return UserError("there is no such job", found=repr(name), remedy=remedy)
 
 
@@ -71,7 +73,7 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
     if data.get("job", job) != job:
         found = f"job: {data['job']}, asked for {job}"
         raise UserError(f"{label} is for another job", found=found, remedy="run that job, or change `job:`")
-    model = recipes()[job]
+    model = recipe_classes()[job]
     try:
         # Through JSON: strict there still takes a list for a tuple, but no "3" for 3 and no true for 1.
         return model.model_validate_json(json.dumps(_with_defaults(model, data)), strict=True)
@@ -86,11 +88,11 @@ def read_job_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
         UserError: it says none, or cannot be read.
     """
     job = _overridden("sft", path, overrides).get("job")
-    if not isinstance(job, str) or job not in jobs():
+    if not isinstance(job, str) or job not in all_jobs():
         raise UserError(
             "the recipe does not say which job it is for",
             found=f"{path}: job: {job}" if job is not None else f"{path} has no `job:`",
-            remedy=f"write `job: sft` into it, or add job=sft; one of {', '.join(jobs())}",
+            remedy=f"write `job: sft` into it, or add job=sft; one of {', '.join(all_jobs())}",
         )
     return job
 
@@ -117,7 +119,7 @@ def load_engine(overrides: Sequence[str]) -> EngineConfig:
 
 def _overridden(job: str, path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Reads the keys of a recipe with overrides, not checked yet."""
-    if job not in jobs():
+    if job not in all_jobs():
         raise unknown_job_error(job)
     data = {} if path is None else _read(Path(path), f"write one with `quartet init {job} > recipe.yaml`")
     for override in overrides:

@@ -65,8 +65,8 @@ class Storage(Protocol):
         """Returns the directory here in which a run works whose ``output_dir`` it is."""
 
     def remote_run(self, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float) -> Any:
-        """Makes what ``quartet.trainers.run.LocalRun`` describes, for the run in ``path``; it keeps the newest ``keep``
-        checkpoints.
+        """Makes what ``quartet.trainers.run.LocalRunStorage`` describes, for the run in ``path``; it keeps the newest
+        ``keep`` checkpoints.
         """
 
 
@@ -224,7 +224,7 @@ class Plugin:
 
 
 @cache
-def plugins() -> tuple[Plugin, ...]:
+def installed_plugins() -> tuple[Plugin, ...]:
     """Returns all that are installed, Quartet's own first, in the order of their names.
 
     Raises:
@@ -293,7 +293,7 @@ def plugin_entries(table: str, own: Collection[str] = ()) -> dict[str, Any]:
     Raises:
         UserError: one of them is Quartet's ``own``.
     """
-    found = {name: made for plugin in plugins() for name, made in getattr(plugin, table).items()}
+    found = {name: made for plugin in installed_plugins() for name, made in getattr(plugin, table).items()}
     if both := set(own) & found.keys():
         remedy = "uninstall it"
         raise UserError(f"a plug-in adds {table} that are Quartet's own", found=", ".join(both), remedy=remedy)
@@ -332,21 +332,21 @@ def _section(table: str, name: str, target: str, base: type, key: str = "type") 
 
 def weight_forms() -> list[WeightForm]:
     """Returns all forms of weights that plug-ins add."""
-    return [plugin.weight_form for plugin in plugins() if plugin.weight_form is not None]
+    return [plugin.weight_form for plugin in installed_plugins() if plugin.weight_form is not None]
 
 
 def report_writer() -> Callable[[Path], Path] | None:
     """Returns what writes a report of a run directory; None where no plug-in does."""
-    return next((load_object(plugin.report) for plugin in plugins() if plugin.report is not None), None)
+    return next((load_object(plugin.report) for plugin in installed_plugins() if plugin.report is not None), None)
 
 
-def storage(url: str) -> Storage:
+def storage_for(url: str) -> Storage:
     """Returns the storage at ``url``.
 
     Raises:
         UserError: no plug-in serves URLs, or it cannot serve this one.
     """
-    target = next((plugin.storage for plugin in plugins() if plugin.storage is not None), None)
+    target = next((plugin.storage for plugin in installed_plugins() if plugin.storage is not None), None)
     if target is None:
         raise UserError("nothing here serves URLs", found=url, remedy="name a path, or install a plug-in for storage")
     served: Storage = load_object(target)(url)
@@ -400,7 +400,7 @@ OWN: Mapping[str, Job] = {
 
 
 @cache
-def jobs() -> dict[str, Job]:
+def all_jobs() -> dict[str, Job]:
     """Returns all jobs by their names, which are their commands.
 
     Raises:
@@ -410,7 +410,7 @@ def jobs() -> dict[str, Job]:
 
 
 @cache
-def recipes() -> Mapping[str, type[Recipe]]:
+def recipe_classes() -> Mapping[str, type[Recipe]]:
     """Returns the class of each job's recipe.
 
     Raises:
@@ -418,4 +418,4 @@ def recipes() -> Mapping[str, type[Recipe]]:
     """
     from quartet.config.run import Recipe
 
-    return {name: _section("jobs", name, job.recipe, Recipe, "job") for name, job in jobs().items()}
+    return {name: _section("jobs", name, job.recipe, Recipe, "job") for name, job in all_jobs().items()}

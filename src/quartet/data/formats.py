@@ -50,18 +50,18 @@ from quartet.data.fields import (
     to_messages,
     with_system_prompt,
 )
-from quartet.data.readers import Row, format_places
+from quartet.data.readers import DataRow, format_places
 from quartet.text.examples import (
     AnswerText,
     Conversation,
     Demonstration,
-    Document,
     Example,
     Judgement,
     Messages,
     Preference,
     Prompt,
     PromptText,
+    TextDocument,
     Tokenised,
     is_empty,
 )
@@ -151,7 +151,7 @@ class ParsedRows(Generic[T]):
         ]
 
 
-def has_judgements(rows: Sequence[Row], reading: ReadOptions = AS_GIVEN) -> bool:
+def has_judgements(rows: Sequence[DataRow], reading: ReadOptions = AS_GIVEN) -> bool:
     """Tells whether the first row holds a judged answer rather than a pair."""
     names = {name for name, value in rows[0].values.items() if value is not None} | set(reading.columns)
     return {"completion", "label"} <= names and not {"chosen", "rejected"} <= names
@@ -159,7 +159,7 @@ def has_judgements(rows: Sequence[Row], reading: ReadOptions = AS_GIVEN) -> bool
 
 def parse_rows(
     parse: Callable[[RowFields], T],
-    rows: Iterable[Row],
+    rows: Iterable[DataRow],
     reading: ReadOptions = AS_GIVEN,
     finish: Callable[[ParsedRows[T], int], None] | None = None,
 ) -> ParsedRows[T]:
@@ -204,7 +204,7 @@ def _in_context(item: T, fields: RowFields) -> T:
     return item if found is prompt else replace(changed, **{name: found})
 
 
-def _joined(row: Row, reading: ReadOptions) -> Row:
+def _joined(row: DataRow, reading: ReadOptions) -> DataRow:
     """Returns the row with the columns that are joined of several texts, as ``instruction + input``; empty ones are
     left out.
 
@@ -228,7 +228,7 @@ def _joined(row: Row, reading: ReadOptions) -> Row:
     return replace(row, values={**row.values, **joined}) if joined else row
 
 
-def _renamed(row: Row, reading: ReadOptions) -> dict[str, Any]:
+def _renamed(row: DataRow, reading: ReadOptions) -> dict[str, Any]:
     row = _joined(row, reading)
     renamed: dict[str, Any] = {}
     for ours, theirs in reading.columns.items():
@@ -257,7 +257,7 @@ def _demonstration(fields: RowFields) -> Example:
     if fields.has("messages"):
         return _conversation(fields.messages("messages"), fields)
     if fields.has("text") and not (fields.has("prompt") or fields.has("completion")):
-        return Document(fields.text("text"), fields.place)
+        return TextDocument(fields.text("text"), fields.place)
     raise fields.missing("`prompt` and `completion`, `messages`, `text` or `input_ids`")
 
 

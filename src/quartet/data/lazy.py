@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Generic, TypeVar, overload
 
 from quartet.config.errors import UserError, describe_error
 from quartet.data.formats import NoRowsLeft, ParsedRows
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.observe.process import end_thread_pool
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ class LazyExamples(LazyRows[T]):
         seen: token ids of the rows that were asked for.
     """
 
-    def __init__(self, rows: LazyRows[Row], read: Callable[[Row, int], Any]) -> None:
+    def __init__(self, rows: LazyRows[DataRow], read: Callable[[DataRow, int], Any]) -> None:
         self.rows = rows
         self._read = read
         self.seen: set[int] = set()

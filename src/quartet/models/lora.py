@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quartet.config import UserError
 from quartet.config.common import ALL_LINEAR, LoRAConfig
-from quartet.models.directories import WHOLE, Gather, save_tensors
+from quartet.models.directories import WHOLE, GatherFunctions, save_tensors
 
 _ADAPTER = "default"
 """peft's name of a model's first adapter."""
@@ -260,7 +260,7 @@ class Adapters:
                 remedy="resume with the model that the run started from, unchanged",
             )
 
-    def save(self, path: Path, gather: Gather = WHOLE) -> None:
+    def save(self, path: Path, gather: GatherFunctions = WHOLE) -> None:
         """Writes what ``PeftModel.from_pretrained`` loads on top of the base model.
 
         Args:

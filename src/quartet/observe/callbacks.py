@@ -13,7 +13,7 @@ from typing import Any
 from quartet.config.errors import UserError, describe_error
 from quartet.config.run import CallbackConfig, Recipe
 from quartet.config.targets import load_target
-from quartet.observe.health import Finding
+from quartet.observe.health import HealthFinding
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Callback:
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Is called when a row was written to ``metrics.jsonl``, with the held-out figures where there are any."""
 
-    def on_health(self, step: int, finding: Finding) -> None:
+    def on_health(self, step: int, finding: HealthFinding) -> None:
         """Is called when a check of the run's health has found something for the first time, in the metrics of
         ``step``.
         """

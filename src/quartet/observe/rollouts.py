@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quartet.config.errors import UserError, escape_control_characters, read_file
+from quartet.config.errors import UserError, escape_control, read_file
 from quartet.observe.files import dataclass_from_row, decode_lines, encode_row, replace_atomically
 from quartet.observe.trackers import Row
 
@@ -162,8 +162,8 @@ def rollout_rows(directory: Path, step: int, num: int) -> list[Row]:
         records = decode_lines(b"".join(islice(file, num)), path, _decode)
     return [
         {
-            "prompt": escape_control_characters(record.prompt_text),
-            "response": escape_control_characters(record.response_text),
+            "prompt": escape_control(record.prompt_text),
+            "response": escape_control(record.response_text),
             "finish_reason": record.finish_reason,
             "tokens": len(record.response_ids),
             "policy_version": record.policy_version,

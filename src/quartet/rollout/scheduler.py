@@ -371,12 +371,12 @@ class Scheduler:
         copied = 0 if first is not None and first.shared else len(response.request.prompt_ids)
         return self._round_up(copied + response.max_tokens)
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> PrefillPlan:
         """Goes through the queue until rows, this step's tokens or the cache are used up.
 
         Blocks of planned requests are taken into the cache; nothing else changes.
         """
-        plan = StepPlan()
+        plan = PrefillPlan()
         budget = self.max_prefill_tokens
         planned: dict[CacheBlock, int] = {}
         room = self.max_running - self.num_running
@@ -396,7 +396,7 @@ class Scheduler:
             plan.admitted.append(response)
         return plan
 
-    def _claim(self, response: EngineRequest, plan: StepPlan) -> bool:
+    def _claim(self, response: EngineRequest, plan: PrefillPlan) -> bool:
         """Gives ``response`` its block, new or found; False where the cache has no room for what it needs."""
         request = response.request
         prompt_ids = request.prompt_ids
@@ -424,7 +424,7 @@ class Scheduler:
         repeated = (response.group.num_members - 1) * len(response.request.prompt_ids)
         return self._shares_prefixes and repeated >= MIN_SHARED_TOKENS
 
-    def _fits(self, response: EngineRequest, plan: StepPlan) -> bool:
+    def _fits(self, response: EngineRequest, plan: PrefillPlan) -> bool:
         """Tells whether slots for all and the blocks held have room; idle prompts are evicted for it."""
         if self.cache_tokens is None:
             return True
@@ -528,7 +528,7 @@ class PrefillChunk:
 
 
 @dataclass
-class StepPlan:
+class PrefillPlan:
     """What to fill, parents first, and the requests that then have all they need."""
 
     prefills: list[PrefillChunk] = field(default_factory=list)

@@ -65,7 +65,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """All trajectories of one prompt.
 
     Args:
@@ -81,7 +81,7 @@ class Group:
     batch: RaggedBatch
 
     @classmethod
-    def of(cls, index: int, prompt: Any, made: RaggedBatch) -> Group:
+    def of(cls, index: int, prompt: Any, made: RaggedBatch) -> PromptGroup:
         """Makes the group of a batch that ``group_batch`` has made."""
         batch, states = made.pop(STATE)
         items = [prompt if state is None else replace(prompt, prompt=state) for state in states]
@@ -93,7 +93,7 @@ class Group:
         return batch.with_objects(**{STATE: [None if item is self.prompt else item.prompt for item in items]})
 
 
-def make_chunk(step: int, index: int, groups: Sequence[Group]) -> Chunk:
+def make_chunk(step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk:
     return Chunk(step, index, RaggedBatch.concat([group.batch for group in groups]))
 
 
@@ -240,7 +240,7 @@ class AdmissionRule:
 class BufferedGroups:
     """What has been produced beyond the last whole step: accepted groups by index, and the indices rejected."""
 
-    groups: Mapping[int, Group] = field(default_factory=dict)
+    groups: Mapping[int, PromptGroup] = field(default_factory=dict)
     rejected: tuple[int, ...] = ()
 
 
@@ -254,18 +254,20 @@ class GroupStream:
     use it as `async with GroupStream(...) as stream`, or call `close()`.
     """
 
-    produce: Callable[[int], Awaitable[Group]]
+    produce: Callable[[int], Awaitable[PromptGroup]]
     rule: AdmissionRule
     _: KW_ONLY
     chunk_size: int
-    accept: Callable[[Group], bool] | None = None
+    accept: Callable[[PromptGroup], bool] | None = None
     max_attempts: int | None = None
     shortage: Callable[[int, int, int, int], Exception] = RuntimeError
 
     def __post_init__(self) -> None:
-        self._running: dict[int, asyncio.Task[Group | None]] = {}
-        self._decided: dict[int, Group | None] = {}  # produced, but not yet passed by the cursor; None where rejected
-        self._passed: dict[int, Group | None] = {}  # passed by it since the last whole step
+        self._running: dict[int, asyncio.Task[PromptGroup | None]] = {}
+        self._decided: dict[
+            int, PromptGroup | None
+        ] = {}  # produced, but not yet passed by the cursor; None where rejected
+        self._passed: dict[int, PromptGroup | None] = {}  # passed by it since the last whole step
         self._cursor = 0  # every index below it is consumed or rejected
         self._next_launch = 0
         self._consumed = 0
@@ -287,7 +289,7 @@ class GroupStream:
         """Groups accepted since the start of the run, those not consumed yet included."""
         return self._consumed + self._num_waiting
 
-    async def chunks(self, step: int) -> AsyncIterator[list[Group]]:
+    async def chunks(self, step: int) -> AsyncIterator[list[PromptGroup]]:
         """Yields the next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
 
         The last chunk is smaller where `chunk_size` does not divide the step. `step` counts from 0 and only
@@ -296,7 +298,7 @@ class GroupStream:
         """
         self._begin(step)
         first_index, size = self._cursor, self.rule.prompts_per_step
-        chunk: list[Group] = []
+        chunk: list[PromptGroup] = []
         for taken in range(1, size + 1):
             chunk.append(await self._take(step, first_index, taken))
             if taken == size:  # before the last yield: a consumer need not come back after it
@@ -306,14 +308,14 @@ class GroupStream:
                 full, chunk = chunk, []
                 yield full
 
-    def buffered_chunks(self) -> Iterator[tuple[int, int, list[Group]]]:
+    def buffered_chunks(self) -> Iterator[tuple[int, int, list[PromptGroup]]]:
         """Yields chunks of steps that have not begun whose groups are all there: (step, place in the step, groups), in
         order.
 
         They are what `chunks` will give.
         """
         size, place = self.rule.prompts_per_step, self._consumed
-        chunk: list[Group] = []
+        chunk: list[PromptGroup] = []
         index = self._cursor
         while index in self._decided:
             group = self._decided[index]
@@ -391,7 +393,7 @@ class GroupStream:
         if self._failure is None:
             self._launch()
 
-    async def _take(self, step: int, first_index: int, wanted: int) -> Group:
+    async def _take(self, step: int, first_index: int, wanted: int) -> PromptGroup:
         """Returns the next accepted group in index order; `wanted` is its number within the step, from 1."""
         while True:
             if self._failure is not None:  # it comes out once; the stream stays closed after it
@@ -441,11 +443,11 @@ class GroupStream:
         steps_ahead = 1 + (self.rule.max_staleness or 0)
         return self._next_launch < self._boundary["next_index"] + steps_ahead * self.max_attempts
 
-    async def _attempt(self, index: int) -> Group | None:
+    async def _attempt(self, index: int) -> PromptGroup | None:
         group = await self.produce(index)
         return group if self.accept is None or self.accept(group) else None
 
-    def _settle(self, index: int, task: asyncio.Task[Group | None]) -> None:
+    def _settle(self, index: int, task: asyncio.Task[PromptGroup | None]) -> None:
         """Books the group of a producer that has ended, or stops the stream."""
         del self._running[index]
         if task.cancelled():

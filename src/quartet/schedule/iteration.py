@@ -46,7 +46,7 @@ import torch
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement
-from quartet.schedule.groups import Chunk, Group, GroupStream, group_members, make_chunk
+from quartet.schedule.groups import Chunk, GroupStream, PromptGroup, group_members, make_chunk
 from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelWorker, TrainWorker, UpdateSpec
 from quartet.schedule.role_group import RoleGroup
@@ -116,7 +116,7 @@ class ScorePrefetcher:
                     self._begin(step, index, groups)
             await self.stream.change()
 
-    def _begin(self, step: int, index: int, groups: list[Group]) -> None:
+    def _begin(self, step: int, index: int, groups: list[PromptGroup]) -> None:
         self._next = (step, index + 1)
         chunk = self.collect(step, index, groups)
         loop = asyncio.get_running_loop()
@@ -124,7 +124,7 @@ class ScorePrefetcher:
 
 
 T = TypeVar("T")
-Collect = Callable[[int, int, Sequence[Group]], Chunk]
+Collect = Callable[[int, int, Sequence[PromptGroup]], Chunk]
 """``(step, index, groups) → chunk``."""
 
 
@@ -168,7 +168,7 @@ class IterationStages:
         learners: Sequence[StepLearner],
         *,
         placement: ResolvedPlacement,
-        on_chunk: Callable[[int, Sequence[Group]], object],
+        on_chunk: Callable[[int, Sequence[PromptGroup]], object],
         num_steps: int | None = None,
     ) -> IterationStages:
         """Makes the stages of a run, be its roles real or simulated, under its placement.
@@ -179,7 +179,7 @@ class IterationStages:
             num_steps: as for ``ScorePrefetcher``.
         """
 
-        def collect(step: int, index: int, groups: Sequence[Group]) -> Chunk:
+        def collect(step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk:
             on_chunk(step, groups)
             return make_chunk(step, index, groups)
 

@@ -73,7 +73,7 @@ class LeaseAccess:
 
 
 @dataclass(eq=False)
-class Reservation:
+class VersionReservation:
     """A promise that role `reader` will read `state` at `version` once."""
 
     state: str
@@ -86,7 +86,7 @@ class _State:
     version: int
     readers: int = 0
     has_writer: bool = False
-    reservations: list[Reservation] = field(default_factory=list)
+    reservations: list[VersionReservation] = field(default_factory=list)
 
 
 class StateVersions:
@@ -107,18 +107,18 @@ class StateVersions:
                 )
         return None
 
-    def reserve(self, state: str, version: int, reader: str) -> Reservation:
+    def reserve(self, state: str, version: int, reader: str) -> VersionReservation:
         """Books a reservation; `StaleVersion` when that version is replaced or being replaced."""
         record = self._states[state]
         if missed := self.missed(LeaseAccess(reads={state: version})):
             raise missed
         if record.has_writer and version == record.version:
             raise StaleVersion(f"{state!r} at version {version} is being advanced now: reserve it earlier")
-        reservation = Reservation(state, version, reader)
+        reservation = VersionReservation(state, version, reader)
         record.reservations.append(reservation)
         return reservation
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: VersionReservation) -> None:
         """Drops a reservation that was not used."""
         reservations = self._states[reservation.state].reservations
         if reservation in reservations:
@@ -167,7 +167,7 @@ class StateVersions:
         """True when no lease reads or writes and nothing is reserved."""
         return not any(s.readers or s.has_writer or s.reservations for s in self._states.values())
 
-    def _own_reservation(self, state: str, role: str, access: LeaseAccess) -> Reservation | None:
+    def _own_reservation(self, state: str, role: str, access: LeaseAccess) -> VersionReservation | None:
         for reservation in self._states[state].reservations:
             if reservation.reader == role and reservation.version == access.reads.get(state):
                 return reservation
@@ -234,7 +234,7 @@ class _Parts:
         return max(self.resident_bytes, self.incoming_bytes)
 
 
-class Pool:
+class PoolAccount:
     """The accounts of one pool. Only one `PartMove` is under way at a time: bytes being offloaded still count."""
 
     def __init__(self, spec: PoolSpec, roles: Iterable[RoleSpec]) -> None:
@@ -410,7 +410,7 @@ class Arbiter:
         patience: int = 4,
     ) -> None:
         self._roles = {role.name: role for role in roles}
-        self._pools = {p.name: Pool(p, [r for r in self._roles.values() if r.pool == p.name]) for p in pools}
+        self._pools = {p.name: PoolAccount(p, [r for r in self._roles.values() if r.pool == p.name]) for p in pools}
         self._versions = StateVersions(versions or {})
         self._offloader = offloader
         self._patience = patience

@@ -49,7 +49,15 @@ from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import CheckpointShare, ShareWriter
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.forward import ForwardNeeds, forward_only
-from quartet.train.offload import PARTS, MappedFiles, MoveResult, Offload, OffloadPart, OffloadStore, PinnedMemory
+from quartet.train.offload import (
+    PARTS,
+    MappedFileStore,
+    MoveResult,
+    Offload,
+    OffloadPart,
+    OffloadStore,
+    PinnedMemoryStore,
+)
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import REST, Shape, check_state_fits, model_tensors, tensor_shapes
 from quartet.train.token_budget import TokenBudget
@@ -65,7 +73,7 @@ class Offloadable(ABC):
     def make_offloadable(self, config: OffloadConfig) -> None:
         is_pinned = config.to == "pinned_memory"
         self._parts = self._offload(
-            PinnedMemory() if is_pinned else MappedFiles(config.directory or tempfile.gettempdir())
+            PinnedMemoryStore() if is_pinned else MappedFileStore(config.directory or tempfile.gettempdir())
         )
 
     def onload(self, mode: LeaseMode) -> MoveResult:

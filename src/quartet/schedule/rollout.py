@@ -24,7 +24,7 @@ from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.rollout.protocol import EngineStats
 from quartet.schedule.clock import Condition, await_uncancelled, gather_all
-from quartet.schedule.groups import Group, split_by_group
+from quartet.schedule.groups import PromptGroup, split_by_group
 from quartet.schedule.leases import LeaseContext, StaleVersion
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup
@@ -318,7 +318,7 @@ class RolloutDriver:
 
     # Generation ------------------------------------------------------------------------------------------
 
-    async def generate(self, index: int) -> Group:
+    async def generate(self, index: int) -> PromptGroup:
         """Generates the group at ``index`` of the stream."""
         prompt, request = self.requests(index)
         client = self._client_of(index)
@@ -327,7 +327,7 @@ class RolloutDriver:
         greedy = next((name for name, sampling in request.samples.items() if sampling.greedy), None)
         batch = await client.engine.leave(RolloutWorker.responses, index, sampled, greedy)
         self._homes.pop(index, None)
-        return Group.of(index, prompt, batch)
+        return PromptGroup.of(index, prompt, batch)
 
     async def act(self, index: int, request: TurnRequest) -> FinishedRequest:
         """Returns the next action of an episode of the group ``index``.
@@ -337,11 +337,11 @@ class RolloutDriver:
         (ended,) = await self._client_of(index).complete(request, index)
         return ended
 
-    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group:
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> PromptGroup:
         """Makes the group ``index`` of episodes that have ended."""
         batch = await self._client_of(index).engine.leave(RolloutWorker.episodes, index, endings)
         self._homes.pop(index, None)
-        return Group.of(index, prompt, batch)
+        return PromptGroup.of(index, prompt, batch)
 
     def _client_of(self, index: int) -> EngineClient:
         if not self.balances:
@@ -369,7 +369,7 @@ class RolloutDriver:
             finally:
                 self._beside = EngineStats.total([self._beside, before.sampling_less(self.stats())])
 
-    async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[Group]:
+    async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[PromptGroup]:
         """Makes, inside of ``quiet``, groups of all responses to the prompts, by their places; an engine's in one
         lease."""
         num = len(self._clients)
@@ -377,7 +377,7 @@ class RolloutDriver:
         pairs = zip(self._clients, shares, strict=True)
         made = await gather_all([self._evaluate_on(client, share, step) for client, share in pairs if share])
         batches = {i: one for batch in made for i, one in split_by_group(batch).items()}
-        return [Group.of(i, item, batches[i]) for i, (item, _) in enumerate(prompts)]
+        return [PromptGroup.of(i, item, batches[i]) for i, (item, _) in enumerate(prompts)]
 
     async def _evaluate_on(self, client: EngineClient, share: Mapping[int, PromptRequest], step: int) -> RaggedBatch:
         async with self.leases.turn("rollout", "generate", "evaluate", step=step, reads=self.reads()):

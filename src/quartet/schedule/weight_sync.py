@@ -41,7 +41,7 @@ from quartet.weights.manifest import (
     WeightSyncTimeout,
     with_rank,
 )
-from quartet.weights.sync import Endpoint, Offer, Transport, WeightReceiver, WeightSender
+from quartet.weights.sync import SyncEndpoint, Transport, WeightOffer, WeightReceiver, WeightSender
 
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
@@ -77,7 +77,7 @@ class WeightSenderMixin:
         return self.engine.weights()
 
     @dispatch(ONE_COPY)
-    def connect_weights(self, engines: Sequence[Endpoint], transport: Choice, timeout_s: float) -> Any:
+    def connect_weights(self, engines: Sequence[SyncEndpoint], transport: Choice, timeout_s: float) -> Any:
         """Connects as ``WeightSender.connect`` does."""
         return self.weight_sender.connect(engines, transport, timeout_s)
 
@@ -104,11 +104,11 @@ class WeightReceiverMixin:
     def before_weights(self) -> None:
         """Prepares for new weights, which are about to come."""
 
-    def describe_weights(self) -> Endpoint:
+    def describe_weights(self) -> SyncEndpoint:
         """Describes this end as ``WeightReceiver.describe`` does."""
         return self.weight_receiver.describe()
 
-    def receive_weights(self, offer: Offer, rank: int) -> WeightSyncError | None:
+    def receive_weights(self, offer: WeightOffer, rank: int) -> WeightSyncError | None:
         """Receives weights as ``WeightReceiver.receive`` does."""
         return self.weight_receiver.receive(offer, rank)
 
@@ -133,7 +133,7 @@ async def open_weight_sync(
     """
 
     async def connect() -> Transport:
-        ends: Sequence[Endpoint] = await _answers(
+        ends: Sequence[SyncEndpoint] = await _answers(
             {rank: engine.call(WeightReceiverMixin.describe_weights) for rank, engine in enumerate(engines)}, timeout_s
         )
         connected = trainer.call(WeightSenderMixin.connect_weights, ends, transport, timeout_s)
@@ -165,7 +165,7 @@ async def sync_weights(
     """
 
     async def sync() -> int:
-        offer: Offer
+        offer: WeightOffer
         (offer,) = await _answers({None: trainer.call(WeightSenderMixin.offer_weights, version)}, timeout_s)
         # The ends watch each other, and one that gives up may wait as long again for its connections to close; the
         # driver's own limit is for the case that all of them stand still.

@@ -54,7 +54,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Document:
+class TextDocument:
     """Text of which every token is learned (language modelling)."""
 
     text: str
@@ -70,7 +70,7 @@ class Tokenised:
     place: str = ""
 
 
-Example: TypeAlias = Demonstration | Conversation | Document | Tokenised
+Example: TypeAlias = Demonstration | Conversation | TextDocument | Tokenised
 """What SFT learns from."""
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file_error
-from quartet.config.plugins import storage
+from quartet.config.plugins import storage_for
 from quartet.config.strict import is_url
 from quartet.remote.hub import download_model, split_name
 
@@ -49,7 +49,7 @@ def expand_local_path(name: str | Path, what: str, part: str = "model") -> str |
     Raises:
         UserError: a local path that does not exist, or a file; a URL that cannot be read.
     """
-    text = str(storage(str(name)).local_copy() if is_url(name) else name)
+    text = str(storage_for(str(name)).local_copy() if is_url(name) else name)
     path = Path(text).expanduser()
     if path.is_dir():
         exported = path / part

@@ -25,10 +25,10 @@ from quartet.text import templates
 from quartet.text.examples import (
     AnswerText,
     Conversation,
-    Document,
     Example,
     Messages,
     PromptText,
+    TextDocument,
     Tokenised,
     answer_turn,
     has_loss,
@@ -199,7 +199,7 @@ class TextCodec:
         """
         if isinstance(example, Conversation):
             return self.encode_conversation(example.messages)
-        if isinstance(example, Document):
+        if isinstance(example, TextDocument):
             ids = self._encode_text(example.text)
             if ids and ids[-1] not in self.eos_ids:
                 ids = [*ids, self.eos_id]

@@ -77,7 +77,7 @@ class OffloadStore(ABC):
         """Makes the memory for one piece. Raises OSError or RuntimeError where there is no room."""
 
 
-class PinnedMemory(OffloadStore):
+class PinnedMemoryStore(OffloadStore):
     """Host memory that a GPU copies from and to at the full speed of its bus.
 
     torch's own pinned memory is rounded up to the next power of two, up to twice of what is asked for. Where the host
@@ -87,14 +87,14 @@ class PinnedMemory(OffloadStore):
         UserError: there is no CUDA device.
     """
 
-    _remedy = "free host memory, raise `ulimit -l`, or use MappedFiles"
+    _remedy = "free host memory, raise `ulimit -l`, or use MappedFileStore"
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise UserError(
                 "pinned memory is a matter of CUDA devices",
                 found="torch.cuda.is_available() is False",
-                remedy="use MappedFiles (offload.to: mapped_files) for a model on the CPU",
+                remedy="use MappedFileStore (offload.to: mapped_files) for a model on the CPU",
             )
 
     def _memory(self, num_bytes: int) -> mmap.mmap:
@@ -103,7 +103,7 @@ class PinnedMemory(OffloadStore):
         return memory
 
 
-class MappedFiles(OffloadStore):
+class MappedFileStore(OffloadStore):
     """Memory-mapped files. They have no name from the beginning, so nothing of them outlives the process.
 
     Args:

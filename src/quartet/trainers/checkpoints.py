@@ -29,7 +29,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
 from quartet.config.common import ModelConfig, TrainConfig
-from quartet.config.plugins import jobs, load_object, recipes
+from quartet.config.plugins import all_jobs, load_object, recipe_classes
 from quartet.config.recipe import RLRecipe
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import is_url
@@ -39,7 +39,7 @@ from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.observe.rollouts import rollout_rows, rollouts_path
 from quartet.remote.hub import upload_folder
 from quartet.schedule.clock import gather_all
-from quartet.schedule.groups import BufferedGroups, Group, split_by_group
+from quartet.schedule.groups import BufferedGroups, PromptGroup, split_by_group
 from quartet.schedule.model_worker import Checkpointed, RolloutWriter
 from quartet.schedule.role_group import RemoteGroup, RoleGroup
 from quartet.text.loading import has_older_model
@@ -272,7 +272,7 @@ async def restore_buffered_groups(
     items = {index: item(index) for index in indices}
     prompts, names = [i.prompt for i in items.values()], [i.prompt_id for i in items.values()]
     batch = await writer.leave(RolloutWriter.release_buffered, prompts, names)
-    groups = {index: Group.of(index, items[index], made) for index, made in split_by_group(batch).items()}
+    groups = {index: PromptGroup.of(index, items[index], made) for index, made in split_by_group(batch).items()}
     return BufferedGroups(groups, tuple(rejected))
 
 
@@ -439,10 +439,12 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _write_checkpoint(checkpoint: Checkpoint, target: Path, base: str | None, trust_remote_code: bool) -> str | None:
     saved, commits = checkpoint.info.get("recipe"), _commits(checkpoint.path.parent.parent)
-    recipe = recipes()[saved["job"]](**saved) if isinstance(saved, dict) and saved.get("job") in jobs() else None
+    recipe = (
+        recipe_classes()[saved["job"]](**saved) if isinstance(saved, dict) and saved.get("job") in all_jobs() else None
+    )
     if isinstance(recipe, RLRecipe):
         section, train, key, share = recipe.actor.model, recipe.actor.train, "actor.model", "actor"
-    elif isinstance(recipe, SupervisedRecipe) and jobs()[recipe.job].is_supervised:
+    elif isinstance(recipe, SupervisedRecipe) and all_jobs()[recipe.job].is_supervised:
         section, train, key, share = recipe.model, recipe.train, "model", "engine"
     else:
         raise UserError(
@@ -469,7 +471,7 @@ def _write_checkpoint(checkpoint: Checkpoint, target: Path, base: str | None, tr
         # Which tokens the data have is not known here, so that none of them pads.
         seen = torch.ones(packed.vocab_size, dtype=torch.bool)
         warning = save_scalar_model(packed, codec.tokenizer, target, seen=seen, eos_ids=codec.eos_ids)
-        if (beside := jobs()[recipe_job(recipe)].beside) is not None:
+        if (beside := all_jobs()[recipe_job(recipe)].beside) is not None:
             load_object(beside)(recipe, target)
         return warning
 

@@ -151,7 +151,7 @@ def _vllm_specs(config: VLLMEngineConfig, policy: EnginePolicy) -> Iterator[Engi
     }
     if policy.speculation is not None:
         arguments["drafter"] = plugin_entries("drafters")[policy.speculation.type].vllm, policy.speculation.model_dump()
-    visible = visible_devices()
+    visible = visible_gpus()
     for number in range(config.engines):
         yield EngineSpec(
             "quartet.rollout.vllm.start:make_vllm_engine",
@@ -172,7 +172,7 @@ def vllm_dtype(config: VLLMEngineConfig, precision: Precision) -> str:
     return _DTYPES[precision] if config.dtype == "auto" else config.dtype
 
 
-def visible_devices() -> list[str]:
+def visible_gpus() -> list[str]:
     """Returns the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:

@@ -40,7 +40,7 @@ from quartet.rewards.judge import JudgeComparer
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams, StepEngine
 from quartet.rollout.sampler import sample_seed
-from quartet.schedule.groups import Group, group_batch, make_chunk, single_turn_trajectory
+from quartet.schedule.groups import PromptGroup, group_batch, make_chunk, single_turn_trajectory
 from quartet.schedule.iteration import Chunk, Scorer, score_chunk
 from quartet.schedule.leases import LeaseContext, default_arbiter
 from quartet.schedule.role_group import LocalGroup
@@ -51,8 +51,8 @@ from quartet.trainers.checkpoints import model_directory
 from quartet.trainers.devices import META, FrozenModels, resolve_precision
 from quartet.trainers.engines import frozen_model_engine, has_model_directory
 from quartet.trainers.evaluation_metrics import (
-    Answer,
     EvaluationMetric,
+    ScoredAnswer,
     WinRate,
     answer_rows,
     check_source_exists,
@@ -111,7 +111,7 @@ def prompt_requests(
 # Scores --------------------------------------------------------------------------------------------------
 
 
-async def score_groups(groups: Sequence[Group], scorers: Sequence[Scorer], *, step: int) -> list[Answer]:
+async def score_groups(groups: Sequence[PromptGroup], scorers: Sequence[Scorer], *, step: int) -> list[ScoredAnswer]:
     """Returns every trajectory as an answer with the scores of all ``scorers``, prompt after prompt; of several turns
     the last action is the text.
 
@@ -119,7 +119,7 @@ async def score_groups(groups: Sequence[Group], scorers: Sequence[Scorer], *, st
         step: the step that the spans of scoring belong to.
     """
     most = max((len(Trajectories.of(group.batch)) for group in groups), default=1)
-    per_chunk, found = max(1, CHUNK // max(1, most)), list[Answer]()
+    per_chunk, found = max(1, CHUNK // max(1, most)), list[ScoredAnswer]()
     for number, start in enumerate(range(0, len(groups), per_chunk)):
         part = groups[start : start + per_chunk]
         scores = iter(await _scored(make_chunk(step, number, part), scorers))
@@ -136,7 +136,7 @@ async def _scored(chunk: Chunk, scorers: Sequence[Scorer]) -> list[dict[str, flo
     return [{name: float(column[n]) for name, column in scores.items()} for n in range(len(final_N))]
 
 
-def _answers(group: Group, rewards: Iterator[dict[str, float]]) -> Iterator[Answer]:
+def _answers(group: PromptGroup, rewards: Iterator[dict[str, float]]) -> Iterator[ScoredAnswer]:
     batch, item, trajectories = group.batch, group.prompt, Trajectories.of(group.batch)
     lengths = num_policy_tokens(batch, trajectories).tolist()
     for r, (last, length) in enumerate(zip(trajectories.final_N.tolist(), lengths, strict=True)):
@@ -147,7 +147,7 @@ def _answers(group: Group, rewards: Iterator[dict[str, float]]) -> Iterator[Answ
         scores = next(rewards)
         if reason == TrajectoryEnd.FAILED:
             scores = dict.fromkeys(scores, math.nan)
-        yield Answer(item.prompt_id, r, item.prompt, text, reason, int(length), scores)
+        yield ScoredAnswer(item.prompt_id, r, item.prompt, text, reason, int(length), scores)
 
 
 # Plain generation ----------------------------------------------------------------------------------------
@@ -226,13 +226,13 @@ def run_requests(
 
 def completions_as_group(
     codec: TextCodec, index: int, item: PromptItem, completions: Sequence[Completion], texts: Sequence[str] = ()
-) -> Group:
+) -> PromptGroup:
     """Makes a group of completions of one prompt as trajectories of one turn, with their texts; those given where they
     are known."""
     ids = tuple(codec.encode_prompt(item.prompt))
     texts = texts or [completion_text(codec, ids, one) for one in completions]
     made = [single_turn_trajectory(ids, one, text) for one, text in zip(completions, texts, strict=True)]
-    return Group.of(index, item, group_batch(index, made))
+    return PromptGroup.of(index, item, group_batch(index, made))
 
 
 class EvaluationModel:
@@ -297,7 +297,7 @@ class EvaluationModel:
         bar: ProgressBar,
         *,
         seed: int,
-    ) -> list[Answer]:
+    ) -> list[ScoredAnswer]:
         """Returns ``samples`` answers to every prompt, scored. ``bar`` is told how many are generated."""
         asked = prompt_requests(self.prompts, self.codec, sampling, seed=seed, samples=samples)
         requests = []
@@ -452,12 +452,12 @@ class Evaluator:
 
     # Answers -----------------------------------------------------------------------------------------------
 
-    def _answers(self, recorder: SpanRecorder) -> tuple[list[Answer], list[Answer]]:
+    def _answers(self, recorder: SpanRecorder) -> tuple[list[ScoredAnswer], list[ScoredAnswer]]:
         """Returns the answers of the model, and those they are compared with (none without a comparison)."""
         evaluation_model, self._evaluation_model = self._evaluation_model, None
         if evaluation_model is None:
             raise RuntimeError("an evaluation runs once; make another Evaluator")
-        compare, others = self.recipe.compare, list[Answer]()
+        compare, others = self.recipe.compare, list[ScoredAnswer]()
         with contextlib.closing(evaluation_model):
             answers = self._of(evaluation_model, recorder, "answers")
         self._notes += evaluation_model.warnings()
@@ -469,18 +469,18 @@ class Evaluator:
                 others = self._of(other, recorder, f"answers of {compare.model}")
         return answers, others
 
-    def _of(self, evaluation_model: EvaluationModel, recorder: SpanRecorder, title: str) -> list[Answer]:
+    def _of(self, evaluation_model: EvaluationModel, recorder: SpanRecorder, title: str) -> list[ScoredAnswer]:
         recipe, samples = self.recipe, self.recipe.samples_per_prompt
         with self.progress.stage(title, len(evaluation_model.prompts) * samples) as bar:
             return evaluation_model.answers(recipe.sampling, samples, recorder, bar, seed=recipe.seed)
 
     # Figures -----------------------------------------------------------------------------------------------
 
-    def _figures(self, answers: Sequence[Answer]) -> list[EvaluationMetric]:
+    def _figures(self, answers: Sequence[ScoredAnswer]) -> list[EvaluationMetric]:
         scores = {"eval/score_mean": self.weights}
         return compute_metrics(answers, scores, self.recipe.grading, self.graded, seed=self.recipe.seed)
 
-    def _compare(self, answers: Sequence[Answer], others: Sequence[Answer]) -> WinRate:
+    def _compare(self, answers: Sequence[ScoredAnswer], others: Sequence[ScoredAnswer]) -> WinRate:
         config, judge = self.recipe.compare, self.judge
         assert config is not None, "called with a comparison"
         if judge is None:

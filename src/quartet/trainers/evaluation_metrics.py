@@ -32,7 +32,7 @@ from quartet.algorithms.evaluation_math import (
     win_rate_interval,
 )
 from quartet.config import UserError
-from quartet.config.errors import escape_control_characters
+from quartet.config.errors import escape_control
 from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
 from quartet.observe.files import dataclass_from_row, read_objects_strictly, replace_atomically
 from quartet.observe.trackers import Row
@@ -44,7 +44,7 @@ _FILE_NAME = re.compile(r"step_(\d{8})\.jsonl")
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """One sample of a prompt and its scores by reward source (NaN: does not apply). ``length`` is in tokens."""
 
     prompt_id: str
@@ -56,7 +56,7 @@ class Answer:
     rewards: Mapping[str, float]
 
 
-_KEYS = {field.name for field in fields(Answer)}
+_KEYS = {field.name for field in fields(ScoredAnswer)}
 
 
 def nan_to_none(value: float) -> float | None:
@@ -79,20 +79,20 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     replace_atomically(path, text.encode("utf-8", errors="backslashreplace"))
 
 
-def write_answers(path: Path, answers: Sequence[Answer]) -> None:
+def write_answers(path: Path, answers: Sequence[ScoredAnswer]) -> None:
     write_json_lines(path, [{**vars(answer), "rewards": rewards_without_nan(answer.rewards)} for answer in answers])
 
 
-def read_answers(path: Path) -> list[Answer]:
+def read_answers(path: Path) -> list[ScoredAnswer]:
     """Reads the answers of an evaluation.
 
     Raises:
         UserError: the file is damaged, or cannot be read.
     """
 
-    def answer(row: dict[str, Any]) -> Answer:
+    def answer(row: dict[str, Any]) -> ScoredAnswer:
         values = {"length": 0} | {name: row[name] for name in _KEYS & row.keys()}
-        return dataclass_from_row(Answer, {**values, "rewards": _nan_for_nulls(row.get("rewards", {}))})
+        return dataclass_from_row(ScoredAnswer, {**values, "rewards": _nan_for_nulls(row.get("rewards", {}))})
 
     return read_objects_strictly(path, answer)
 
@@ -108,8 +108,8 @@ def answer_rows(path: Path, num: int) -> list[Row]:
     answers = read_answers(path)[:num] if path.is_file() else []
     return [
         {
-            "prompt": escape_control_characters(prompt_as_text(answer.prompt)),
-            "response": escape_control_characters(answer.completion),
+            "prompt": escape_control(prompt_as_text(answer.prompt)),
+            "response": escape_control(answer.completion),
             "finish_reason": answer.finish_reason,
             "tokens": answer.length,
             **{f"reward/{name}": nan_to_none(value) for name, value in answer.rewards.items()},
@@ -156,7 +156,7 @@ class EvaluationMetric:
 
 
 def compute_metrics(
-    answers: Sequence[Answer],
+    answers: Sequence[ScoredAnswer],
     scores: Mapping[str, Mapping[str, float]],
     grading: GradingConfig,
     graded: Sequence[str],
@@ -203,15 +203,17 @@ def metric_values(figures: Sequence[EvaluationMetric]) -> dict[str, float]:
     return {figure.name: figure.value for figure in figures}
 
 
-def group_by_prompt(answers: Sequence[Answer]) -> list[list[Answer]]:
+def group_by_prompt(answers: Sequence[ScoredAnswer]) -> list[list[ScoredAnswer]]:
     """Returns the samples of each prompt, in order."""
-    found: dict[str, list[Answer]] = {}
+    found: dict[str, list[ScoredAnswer]] = {}
     for answer in answers:
         found.setdefault(answer.prompt_id, []).append(answer)
     return list(found.values())
 
 
-def weighted_scores(answers: Sequence[Answer], weights: Mapping[str, float], source: str | None = None) -> list[float]:
+def weighted_scores(
+    answers: Sequence[ScoredAnswer], weights: Mapping[str, float], source: str | None = None
+) -> list[float]:
     """Returns each answer's weighted sum of the sources that apply, as in training; NaN where none
     does.
 
@@ -227,7 +229,7 @@ def weighted_scores(answers: Sequence[Answer], weights: Mapping[str, float], sou
     return torch.where(applies, total, math.nan).tolist()
 
 
-def prompt_means(answers: Sequence[Answer], scores: Sequence[float]) -> dict[str, float]:
+def prompt_means(answers: Sequence[ScoredAnswer], scores: Sequence[float]) -> dict[str, float]:
     """Returns the mean score of the samples of each prompt by its id, one score per answer; NaN where none has one."""
     found: dict[str, list[float]] = {}
     for answer, score in zip(answers, scores, strict=True):
@@ -266,7 +268,7 @@ def check_source_exists(key: str, source: str | None, sources: Sequence[str], ot
 
 
 def _graded(
-    groups: Sequence[Sequence[Answer]], source: str, grading: GradingConfig, samples: int, extract: Extract
+    groups: Sequence[Sequence[ScoredAnswer]], source: str, grading: GradingConfig, samples: int, extract: Extract
 ) -> dict[str, list[float]]:
     """Returns the values per prompt; a prompt with fewer samples that the source applies to than a k has no value at
     that k."""
@@ -286,7 +288,7 @@ def _graded(
 
 
 def _votes(
-    groups: Sequence[Sequence[Answer]], right: Sequence[Sequence[bool]], k: int, extract: Extract
+    groups: Sequence[Sequence[ScoredAnswer]], right: Sequence[Sequence[bool]], k: int, extract: Extract
 ) -> list[float]:
     """Returns per prompt the mean over its votes: samples 1 … k, k + 1 … 2k and so on, as many as are complete.
 
@@ -365,11 +367,11 @@ _VALUE: Mapping[PairwiseVerdict, float] = {"good": 1.0, "same": 0.5, "bad": 0.0}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AnswerComparison:
     """One pair of answers; ``preference`` is above 0 where the first is better, NaN without a verdict."""
 
-    first: Answer
-    second: Answer
+    first: ScoredAnswer
+    second: ScoredAnswer
     preference: float
     verdict: PairwiseVerdict | None
 
@@ -413,12 +415,12 @@ class WinRate:
 
 
 def compare_scores(
-    first: Sequence[Answer],
-    second: Sequence[Answer],
+    first: Sequence[ScoredAnswer],
+    second: Sequence[ScoredAnswer],
     weights: Mapping[str, float],
     source: str | None,
     tie_margin: float,
-) -> list[Comparison]:
+) -> list[AnswerComparison]:
     """Compares by scores: the higher score wins (``weighted_scores``); scores that differ by no more than
     ``tie_margin`` are the same."""
     both = pair_answers(first, second)
@@ -427,10 +429,10 @@ def compare_scores(
 
 
 async def compare_by_judge(
-    first: Sequence[Answer], second: Sequence[Answer], judge: JudgeComparer, tie_margin: float
-) -> list[Comparison]:
+    first: Sequence[ScoredAnswer], second: Sequence[ScoredAnswer], judge: JudgeComparer, tie_margin: float
+) -> list[AnswerComparison]:
     """Compares by a judge: the judge's preference wins, beyond ``tie_margin``."""
-    both, found = pair_answers(first, second), list[Comparison]()
+    both, found = pair_answers(first, second), list[AnswerComparison]()
     for start in range(0, len(both), JUDGED_TOGETHER):
         asked = both[start : start + JUDGED_TOGETHER]
         preferences = await judge.compare(
@@ -441,7 +443,7 @@ async def compare_by_judge(
     return found
 
 
-def win_rate(comparisons: Sequence[Comparison], confidence: float, seed: int) -> WinRate:
+def win_rate(comparisons: Sequence[AnswerComparison], confidence: float, seed: int) -> WinRate:
     """Counts, win rate, and an interval: the score interval of paired proportions where every prompt has one pair, else
     the bootstrap over prompts, since pairs of one prompt hang together.
 
@@ -474,14 +476,16 @@ def win_rate(comparisons: Sequence[Comparison], confidence: float, seed: int) ->
     return WinRate(good, same, bad, counts[None], rate, interval.low, interval.high, method)
 
 
-def pair_answers(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+def pair_answers(
+    first: Sequence[ScoredAnswer], second: Sequence[ScoredAnswer]
+) -> list[tuple[ScoredAnswer, ScoredAnswer]]:
     """Pairs answers to the same prompt and of the same place, which have the same random numbers."""
     others = {(b.prompt_id, b.sample): b for b in second}
     return [(a, others[key]) for a in first if (key := (a.prompt_id, a.sample)) in others]
 
 
-def _decided(first: Answer, second: Answer, preference: float, tie_margin: float) -> Comparison:
+def _decided(first: ScoredAnswer, second: ScoredAnswer, preference: float, tie_margin: float) -> AnswerComparison:
     if math.isnan(preference):
-        return Comparison(first, second, preference, None)
+        return AnswerComparison(first, second, preference, None)
     verdict: PairwiseVerdict = "same" if abs(preference) <= tie_margin else "good" if preference > 0 else "bad"
-    return Comparison(first, second, preference, verdict)
+    return AnswerComparison(first, second, preference, verdict)

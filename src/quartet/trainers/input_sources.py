@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SourceConfig
-from quartet.config.plugins import jobs, load_object
+from quartet.config.plugins import all_jobs, load_object
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
 from quartet.config.run import Recipe
@@ -33,7 +33,7 @@ from quartet.data.datasets import (
 from quartet.data.fields import ReadOptions
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.lazy import ConcatRows, LazyExamples, TempFileRows
-from quartet.data.readers import Row, iter_rows
+from quartet.data.readers import DataRow, iter_rows
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
 from quartet.models.packing_probe import model_context_length
 from quartet.text.loading import load_generation_config, load_tokenizer, resolve_model_directory
@@ -53,7 +53,7 @@ _LEAST_CHECKED = 1_000
 """Rows of each source that are checked at the start, where those before it have used up ``check_rows``."""
 
 
-Reader: TypeAlias = Callable[[Iterator[Row], ReadOptions, TextCodec, TokenLimit, int], D]
+Reader: TypeAlias = Callable[[Iterator[DataRow], ReadOptions, TextCodec, TokenLimit, int], D]
 """``(rows, reading, codec, limit, first)`` of one source to data: parsed (``data.formats``) and tokenised, one after
 the other. ``first`` is the number of the first row in its source. Raises ``NoRowsLeft`` where all are left out."""
 
@@ -297,7 +297,7 @@ def read_data(
         UserError: there are no rows, or some that cannot be used.
     """
     options = config or DataConfig()
-    parts: list[tuple[Iterator[Row], SourceConfig | None, ReadOptions]]
+    parts: list[tuple[Iterator[DataRow], SourceConfig | None, ReadOptions]]
     if rows is not None:
         if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
             raise UserError(
@@ -306,7 +306,7 @@ def read_data(
                 remedy="pass a list of dictionaries, [{'prompt': …, …}, …], or of prompts",
             )
         values = (row if isinstance(row, Mapping) else {"prompt": row} for row in rows)
-        passed = (Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1))
+        passed = (DataRow(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1))
         parts = [(passed, None, ReadOptions.of(options, key))]
     else:
         parts = [(iter_rows(source), source, how) for source, how in read_options(config, key)]
@@ -317,7 +317,7 @@ def read_data(
     for given, source, how in parts:
         num = None if left is None else max(left, min(options.check_rows, _LEAST_CHECKED))
 
-        def read(rows: Iterator[Row], first: int, how: ReadOptions = how) -> D:
+        def read(rows: Iterator[DataRow], first: int, how: ReadOptions = how) -> D:
             return reader(rows, how, limited, limit, first)
 
         found.append(_read_source(given, source, num, read))
@@ -364,15 +364,15 @@ def describe_shares(options: DataConfig, sizes: Sequence[int]) -> list[str]:
 
 
 def _read_source(
-    rows: Iterator[Row], source: SourceConfig | None, num: int | None, read: Callable[[Iterator[Row], int], D]
+    rows: Iterator[DataRow], source: SourceConfig | None, num: int | None, read: Callable[[Iterator[DataRow], int], D]
 ) -> D:
     """Reads the data of one source, of which the first ``num`` rows are checked; all where that is None."""
     data = read(islice(rows, num), 0)
-    rest = TempFileRows[Row](rows if num is not None else ())
+    rest = TempFileRows[DataRow](rows if num is not None else ())
     if num is None or not rest:
         return data
 
-    def read_one(row: Row, number: int) -> D:
+    def read_one(row: DataRow, number: int) -> D:
         found = read(iter([row]), num + number)
         if type(found) is not type(data):
             raise _mixed_kinds(row.place)
@@ -409,22 +409,26 @@ def load_prompts(
     prefixes = chain(["p"], (f"s{n}p" for n in count(1)))
     of_section = defaultdict[str, str](lambda: next(prefixes))
 
-    def read(rows: Iterator[Row], how: ReadOptions, codec: TextCodec, limit: TokenLimit, first: int) -> PromptData:
+    def read(rows: Iterator[DataRow], how: ReadOptions, codec: TextCodec, limit: TokenLimit, first: int) -> PromptData:
         return prompt_reader(rows, how, codec, limit, first, of_section[how.section])
 
     return read_data(config, rows, codec, context - 1, key, read, check_all=check_all)
 
 
-def demonstration_reader(rows: Iterator[Row], how: ReadOptions, codec: TextCodec, limit: TokenLimit, _: int) -> SFTData:
+def demonstration_reader(
+    rows: Iterator[DataRow], how: ReadOptions, codec: TextCodec, limit: TokenLimit, _: int
+) -> SFTData:
     return SFTData.build(demonstrations(rows, how), codec, limit)
 
 
-def pair_reader(rows: Iterator[Row], how: ReadOptions, codec: TextCodec, limit: TokenLimit, _: int) -> PreferenceData:
+def pair_reader(
+    rows: Iterator[DataRow], how: ReadOptions, codec: TextCodec, limit: TokenLimit, _: int
+) -> PreferenceData:
     return PreferenceData.build(preferences(rows, how), codec, limit)
 
 
 def pair_or_judgement_reader(
-    rows: Iterator[Row], how: ReadOptions, codec: TextCodec, limit: TokenLimit, first: int
+    rows: Iterator[DataRow], how: ReadOptions, codec: TextCodec, limit: TokenLimit, first: int
 ) -> PreferenceData | JudgedData:
     """Reads pairs, or answers judged one by one, as the first row has it."""
     head = list(islice(rows, 1))
@@ -435,7 +439,7 @@ def pair_or_judgement_reader(
 
 
 def prompt_reader(
-    rows: Iterator[Row], how: ReadOptions, codec: TextCodec, limit: TokenLimit, first: int, prefix: str = "p"
+    rows: Iterator[DataRow], how: ReadOptions, codec: TextCodec, limit: TokenLimit, first: int, prefix: str = "p"
 ) -> PromptData:
     return PromptData.build(prompts(rows, how), codec, limit, prefix, first)
 
@@ -450,7 +454,7 @@ def choose_reader(recipe: Recipe) -> Reader[Any]:
         case PreferenceRecipe():
             return pair_or_judgement_reader
         case _:
-            reader = jobs()[recipe_job(recipe)].reader
+            reader = all_jobs()[recipe_job(recipe)].reader
             return prompt_reader if reader is None else load_object(reader)(recipe)
 
 

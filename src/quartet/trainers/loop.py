@@ -32,8 +32,8 @@ from quartet.rollout.protocol import EngineStats
 from quartet.schedule.groups import (
     REPETITION,
     AdmissionRule,
-    Group,
     GroupStream,
+    PromptGroup,
     drop_texts,
     make_chunk,
     staleness_metrics,
@@ -81,7 +81,7 @@ class DynamicSampling:
     def __init__(
         self,
         config: DynamicSamplingConfig,
-        source: Callable[[int], Awaitable[Group]],
+        source: Callable[[int], Awaitable[PromptGroup]],
         version: Callable[[], int],
         scorers: Sequence[Scorer],
         judge: Callable[[RaggedBatch], ScoredGroups],
@@ -105,7 +105,7 @@ class DynamicSampling:
             shortage=self._too_few,
         )
 
-    async def produce(self, index: int) -> Group:
+    async def produce(self, index: int) -> PromptGroup:
         """Produces the group at ``index`` with its reward columns."""
         group = await self._source(index)
         chunk = make_chunk(self._version(), index, [group])
@@ -116,7 +116,7 @@ class DynamicSampling:
         self._outcomes[index] = varies, judged.scores_N[judged.applies_N].to(torch.float64)
         return replace(group, batch=scored)
 
-    def accept(self, group: Group) -> bool:
+    def accept(self, group: PromptGroup) -> bool:
         return self._outcomes[group.index][0]
 
     def take_metrics(self) -> dict[str, float]:
@@ -290,7 +290,7 @@ class RLLoop:
             num_steps=self.recipe.steps,
         )
 
-    def _note_sampled(self, step: int, groups: Sequence[Group]) -> None:
+    def _note_sampled(self, step: int, groups: Sequence[PromptGroup]) -> None:
         # Now, not when all is scored: how far an engine elsewhere has come by then is a matter of time.
         self._sampled = self.rollout.stats()
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.cluster import ClusterError, WorkerDied
-from quartet.config.plugins import load_object, plugin_entries, plugins
+from quartet.config.plugins import installed_plugins, load_object, plugin_entries
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptData
 from quartet.envs.protocol import Environment
@@ -60,7 +60,7 @@ from quartet.trainers.checkpoints import (
 )
 from quartet.trainers.evaluation import prompt_requests, score_groups
 from quartet.trainers.evaluation_metrics import (
-    Answer,
+    ScoredAnswer,
     answer_rows,
     check_source_exists,
     compute_metrics,
@@ -181,7 +181,7 @@ class PeriodicEvaluation:
 
     async def _answers(
         self, prompts: PromptData, leases: LeaseContext, rollout: RolloutDriver, step: int
-    ) -> list[Answer]:
+    ) -> list[ScoredAnswer]:
         """Returns every held-out prompt's samples; episodes where the run has an environment."""
         roles, config = self.roles, self.config
         scorers = roles.reward_scorers(leases, held_out=True)
@@ -199,11 +199,11 @@ class PeriodicEvaluation:
 
     # The alarm ---------------------------------------------------------------------------------------------
 
-    def _watched(self, answers: Sequence[Answer]) -> list[float]:
+    def _watched(self, answers: Sequence[ScoredAnswer]) -> list[float]:
         """Returns the held-out score of each answer: one source, or the evaluation's weighted sum."""
         return weighted_scores(answers, self.weights, self._watched_source)
 
-    def _sound(self, step: int, scores: Mapping[str, float], answers: Sequence[Answer]) -> dict[str, float]:
+    def _sound(self, step: int, scores: Mapping[str, float], answers: Sequence[ScoredAnswer]) -> dict[str, float]:
         verdict = self.alarm.evaluate(step, scores) if self.alarm is not None else None
         if verdict is None:
             return {}
@@ -225,7 +225,7 @@ class PeriodicEvaluation:
             "alarm/training_p": verdict.training_p,
         }
 
-    def _examples(self, verdict: AlarmVerdict, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    def _examples(self, verdict: AlarmVerdict, answers: Sequence[ScoredAnswer]) -> list[dict[str, Any]]:
         """Returns prompts whose held-out score fell, those first whose training reward rose most: answers then and
         now."""
         most = self.config.alarm.examples if self.config.alarm is not None else 0
@@ -233,17 +233,17 @@ class PeriodicEvaluation:
         # Deleted to make room, perhaps: an alarm without examples is better than a run that stops.
         before = read_answers(path) if path.is_file() else []
 
-        def trained(found: Sequence[Answer]) -> list[float]:
+        def trained(found: Sequence[ScoredAnswer]) -> list[float]:
             return weighted_scores(found, self.training_weights)
 
         return hacking_examples(before, answers, self._watched, trained)[:most]
 
 
-Scores = Callable[[Sequence[Answer]], list[float]]
+Scores = Callable[[Sequence[ScoredAnswer]], list[float]]
 
 
 def hacking_examples(
-    before: Sequence[Answer], now: Sequence[Answer], held_out: Scores, training: Scores
+    before: Sequence[ScoredAnswer], now: Sequence[ScoredAnswer], held_out: Scores, training: Scores
 ) -> list[dict[str, Any]]:
     """Returns every prompt whose held-out score fell, in falling order of the gain in training reward, then of that
     fall.
@@ -626,4 +626,6 @@ def _trained_model(packed: PackedModel, path: Path) -> PreTrainedModel:
 
 def plugin_warnings(roles: RLRoles, path: Path) -> list[str]:
     """Returns what the checks of plug-ins say of a run that is about to begin in ``path``."""
-    return [text for plugin in plugins() for check in plugin.checks for text in load_object(check)(roles, path)]
+    return [
+        text for plugin in installed_plugins() for check in plugin.checks for text in load_object(check)(roles, path)
+    ]

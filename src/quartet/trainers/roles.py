@@ -40,7 +40,7 @@ from quartet.models.logprobs import SamplingLimits
 from quartet.models.packed_model import PackedModel
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.sampler import sample_seed
-from quartet.schedule.groups import Group
+from quartet.schedule.groups import PromptGroup
 from quartet.schedule.iteration import ModelScorer, Scorer, SubsetScorer, run_concurrently
 from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelStats, ModelWorker, TrainWorker
@@ -72,7 +72,7 @@ from quartet.trainers.model_loader import (
     reward_functions,
     reward_weights,
 )
-from quartet.trainers.sharded_models import check_cuts, shardings
+from quartet.trainers.sharded_models import check_cuts, role_shardings
 
 
 class EpisodeRunner:
@@ -103,7 +103,7 @@ class EpisodeRunner:
 
     async def group(
         self, index: int, item: PromptItem, sampling: SamplingParams, num_episodes: int, *, draw: int | None = None
-    ) -> Group:
+    ) -> PromptGroup:
         """Runs the episodes of ``item``.
 
         Args:
@@ -215,7 +215,7 @@ class RLRoles:
                 )
             self.critic = loader.critic_engine
             self._check_contexts(longest)
-            check_cuts(loader, shardings(recipe, shares_reference=shares_reference))
+            check_cuts(loader, role_shardings(recipe, shares_reference=shares_reference))
             self.ptx = build_ptx(recipe, objects.ptx_rows, self.codec, context)
             self.actor = loader.actor_engine
             self._check_refresh()
@@ -376,7 +376,7 @@ class RLRoles:
 
     def source(
         self, rollout: RolloutDriver, on_episode_end: Callable[[int], None]
-    ) -> Callable[[int], Awaitable[Group]]:
+    ) -> Callable[[int], Awaitable[PromptGroup]]:
         """Returns ``index → group`` of the stream: answers to prompts, or episodes where the recipe has an
         environment."""
         if self.environment is None:
@@ -406,7 +406,7 @@ class RLRoles:
     @property
     def refresh_steps(self) -> int | None:
         """Every so many steps the reference takes over the actor's weights, with its adapters in them."""
-        return refresh_steps(self.recipe) if self.reference is not None else None
+        return reference_refresh_steps(self.recipe) if self.reference is not None else None
 
     def _check_refresh(self) -> None:
         if self.refresh_steps is None or self.reference is None:
@@ -512,5 +512,5 @@ def _check_budgets(recipe: RLRecipe, longest: int) -> None:
         check_budget(longest, config.forward_token_budget, f"{role}.train.forward_token_budget")
 
 
-def refresh_steps(recipe: RLRecipe) -> int | None:
+def reference_refresh_steps(recipe: RLRecipe) -> int | None:
     return recipe.algorithm.refresh_steps if isinstance(recipe.algorithm, OnlineDPO) else None

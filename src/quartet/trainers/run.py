@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
 from quartet.config.load import dump_recipe
-from quartet.config.plugins import storage
+from quartet.config.plugins import storage_for
 from quartet.config.recipe import Recipe
 from quartet.config.run import TrainingRecipe
 from quartet.config.strict import is_url
@@ -87,7 +87,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.
 _log = logging.getLogger(__name__)
 
 
-class LocalRun:
+class LocalRunStorage:
     """What a run does for a store where its ``output_dir`` is a directory: nothing."""
 
     def check(self, resume: bool) -> dict[str, Any] | None:
@@ -180,10 +180,10 @@ class RunDirectory:
         self._signals = StopSignals()
         self._info: dict[str, Any] = {}
         self._pinned, self._commits = recipe, dict[str, str]()
-        self.remote = LocalRun()
+        self.remote = LocalRunStorage()
         if is_url(url := recipe.output_dir):
             keep, timeout_s = recipe.checkpoint.keep, recipe.checkpoint.upload_timeout_s
-            self.remote = storage(str(url)).remote_run(path, tell, keep=keep, timeout_s=timeout_s)
+            self.remote = storage_for(str(url)).remote_run(path, tell, keep=keep, timeout_s=timeout_s)
         noted = self.remote.check(bool(resume))
         self._found = (self._inspect() or {}) if noted is None else noted
 

@@ -41,7 +41,7 @@ from quartet.config.engines import BaseSpeculationConfig
 from quartet.config.errors import read_error, read_file, write_error
 from quartet.config.evaluation import ComparisonConfig
 from quartet.config.load import dump_recipe
-from quartet.config.plugins import plugin_entries, storage
+from quartet.config.plugins import plugin_entries, storage_for
 from quartet.config.recipe import Recipe, RLRecipe
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import flatten, is_url
@@ -101,7 +101,7 @@ def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
         UserError: a run is to be resumed, and nothing says where it is.
     """
     if output_dir:
-        return storage(output_dir).work_dir() if is_url(output_dir) else Path(output_dir)
+        return storage_for(output_dir).work_dir() if is_url(output_dir) else Path(output_dir)
     default = Path("runs") / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
     if resume:
         raise UserError(
@@ -123,7 +123,7 @@ def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]]
     if resume != "auto":
         return None
     if is_url(recipe.output_dir):
-        path = storage(str(recipe.output_dir)).records((MARKER, RECIPE, SUMMARY))
+        path = storage_for(str(recipe.output_dir)).records((MARKER, RECIPE, SUMMARY))
     else:
         path = output_path(recipe.output_dir, recipe_job(recipe), resume)
     marker = inspect_run(path, recipe, resume=True)

@@ -25,7 +25,7 @@ from quartet.trainers.model_loader import ModelLoader, PTXData, UserObjects, pas
 TRAINED_ROLES = ("actor", "critic")
 
 
-def shardings(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, ShardingConfig]:
+def role_shardings(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, ShardingConfig]:
     """Returns role → how its processes hold its model; of roles that are not named each process has a whole copy.
 
     Args:
@@ -51,7 +51,7 @@ def check_cuts(loader: ModelLoader, of_role: Mapping[str, ShardingConfig]) -> No
 
     Args:
         loader: of models that need no contents.
-        of_role: as of ``shardings``.
+        of_role: as of ``role_shardings``.
 
     Raises:
         UserError: a role's model cannot be cut as the recipe says.
@@ -70,12 +70,12 @@ def _naming(role: str) -> Iterator[None]:
         raise UserError(f"{role}: {error.problem}", found=error.found, remedy=error.remedy) from error
 
 
-class Meshes:
+class RoleMeshes:
     """The meshes of the roles in this process; all processes of a group ask for those of all roles in one order.
 
     Args:
         group: the processes that have these roles together; None where this one is alone.
-        of_role: as of ``shardings``.
+        of_role: as of ``role_shardings``.
     """
 
     def __init__(self, group: DataParallelGroup | None, of_role: Mapping[str, ShardingConfig]) -> None:
@@ -111,7 +111,7 @@ class ShardedModels:
         recipe: RLRecipe,
         objects: UserObjects,
         device: torch.device,
-        meshes: Meshes,
+        meshes: RoleMeshes,
         *,
         shares_reference: bool,
     ) -> None:

@@ -57,8 +57,8 @@ from quartet.trainers.engines import (
     vllm_dtype,
 )
 from quartet.trainers.model_loader import ModelLoader, PTXData, UserObjects, passed_reward_models
-from quartet.trainers.roles import RLRoles, refresh_steps
-from quartet.trainers.sharded_models import TRAINED_ROLES, Meshes, ShardedModels, shardings
+from quartet.trainers.roles import RLRoles, reference_refresh_steps
+from quartet.trainers.sharded_models import TRAINED_ROLES, RoleMeshes, ShardedModels, role_shardings
 
 AnyRolloutWorker = NativeRolloutWorker | ServedRolloutWorker
 
@@ -233,10 +233,10 @@ class PoolWorker(ColocatedWorker):
     ) -> None:
         names = roles_in(placement, pool)
         device, shares = worker_device(self.device, recipe), shares_reference(placement)
-        of_role = shardings(recipe, shares_reference=shares)
+        of_role = role_shardings(recipe, shares_reference=shares)
         cut_roles = {role for role, sharding in of_role.items() if sharding.copy_size > 1}
         is_group = self.world_size > 1 and not cut_roles.union(TRAINED_ROLES).isdisjoint(names)
-        meshes = Meshes(set_up_worker_process(self, "+".join(names), recipe, directory, is_group=is_group), of_role)
+        meshes = RoleMeshes(set_up_worker_process(self, "+".join(names), recipe, directory, is_group=is_group), of_role)
         loader = ModelLoader(
             recipe, objects, device=device, moves_user_models=True, shares_reference=shares, meshes=meshes
         )
@@ -414,7 +414,9 @@ class RayRunWorkers(RunWorkers):
         self._objects = objects.models_only()
         self._groups: dict[str, WorkerGroup] = {}
         self._num_deaths = 0
-        self._changing = {*TRAINED_ROLES, "reference"} if refresh_steps(recipe) is not None else {*TRAINED_ROLES}
+        self._changing = (
+            {*TRAINED_ROLES, "reference"} if reference_refresh_steps(recipe) is not None else {*TRAINED_ROLES}
+        )
         self._backend = connect(self.cluster.address)
         try:
             self._check_room()
@@ -489,7 +491,7 @@ class RayRunWorkers(RunWorkers):
 
     def _connect(self) -> None:
         home = self.placement.pool_of
-        of_role = shardings(self.recipe, shares_reference=shares_reference(self.placement))
+        of_role = role_shardings(self.recipe, shares_reference=shares_reference(self.placement))
         for role in home:
             if role not in ("rollout", HEADS):
                 kind: type[ModelWorker] = TrainWorker if role in TRAINED_ROLES else ScoreWorker

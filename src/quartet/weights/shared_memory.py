@@ -220,7 +220,7 @@ class StoreBoard:
 Board = MemoryBoard | StoreBoard
 
 
-class Progress:
+class SyncProgress:
     """One end's place on the board, and its waits for others.
 
     Args:

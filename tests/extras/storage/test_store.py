@@ -155,7 +155,7 @@ def test_bad_urls(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_plug_in_urls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_plugins, "plugins", tuple)
+    monkeypatch.setattr(config_plugins, "installed_plugins", tuple)
     for read in (
         lambda: resolve_model_directory("s3://bucket/model", "model"),
         lambda: output_path("s3://bucket/run", "rl", False),

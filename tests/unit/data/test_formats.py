@@ -7,14 +7,14 @@ import pytest
 from quartet.config.errors import UserError
 from quartet.data.fields import ReadOptions
 from quartet.data.formats import demonstrations, preferences, prompts
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.text.examples import Conversation, Demonstration, Preference, Prompt
 
 USER, YES, NO = ({"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "yes"), ("assistant", "no")))
 
 
-def rows(*values: dict[str, Any]) -> list[Row]:
-    return [Row(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
+def rows(*values: dict[str, Any]) -> list[DataRow]:
+    return [DataRow(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from quartet.config.errors import UserError
 from quartet.data.datasets import JudgedData, PreferenceData, TokenLimit
 from quartet.data.fields import ReadOptions
 from quartet.data.formats import ParsedRows, has_judgements, judgements, preferences
-from quartet.data.readers import Row, iter_rows
+from quartet.data.readers import DataRow, iter_rows
 from quartet.text.examples import Judgement, Preference
 from quartet.text.tokenizer import TextCodec
 
@@ -30,8 +30,8 @@ def codec() -> TextCodec:
     return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<e>"))
 
 
-def rows(*values: dict[str, Any]) -> list[Row]:
-    return [Row(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
+def rows(*values: dict[str, Any]) -> list[DataRow]:
+    return [DataRow(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
 
 
 def pair(chosen: str, rejected: str, **more: Any) -> dict[str, Any]:

@@ -10,17 +10,17 @@ from quartet.config.errors import UserError
 from quartet.data.datasets import SFTData, TokenLimit
 from quartet.data.fields import ReadOptions
 from quartet.data.formats import demonstrations, judgements, preferences, prompts
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.extras.process_rewards.data import step_labelled
 from quartet.extras.quickstart.tokenizer import build_tokenizer
-from quartet.text.examples import Document, Preference, Prompt, Tokenised
+from quartet.text.examples import Preference, Prompt, TextDocument, Tokenised
 from quartet.text.tokenizer import TextCodec
 
 PLACE = "f.jsonl:1"
 
 
-def rows(*values: dict[str, Any]) -> list[Row]:
-    return [Row(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
+def rows(*values: dict[str, Any]) -> list[DataRow]:
+    return [DataRow(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -156,7 +156,7 @@ def codec() -> TextCodec:
 
 def test_every_token_of_a_text_is_learned(codec: TextCodec) -> None:
     parsed = demonstrations(rows({"text": "1+2=3"}))
-    assert parsed.items == (Document("1+2=3", PLACE),)
+    assert parsed.items == (TextDocument("1+2=3", PLACE),)
     (item,) = SFTData.build(parsed, codec, TokenLimit(99)).items
     assert list(item.input_ids) == [*codec.encode_prompt("1+2=3"), codec.eos_id]
     assert item.loss_mask == (False, *[True] * (len(item.input_ids) - 1)), "nothing predicts the first"

@@ -384,7 +384,7 @@ def test_an_environment_of_a_plug_in_has_a_name(target: Callable[[str], str], mo
     target("Good")
     monkeypatch.syspath_prepend(".")
     added = plugins.Plugin(environments={"good": "worlds:Good"})
-    monkeypatch.setattr(plugins, "plugins", lambda: (added,))
+    monkeypatch.setattr(plugins, "installed_plugins", lambda: (added,))
     assert environment_factory(EnvironmentConfig(type="good", options={"size": 3}))().size == 3  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="both set"):
         EnvironmentConfig(type="good", target="worlds:Good")

@@ -16,7 +16,7 @@ from quartet.config.recipe import SFTRecipe
 from quartet.extras.report.build import TELLING, ReportLimits, collect_run, telling
 from quartet.extras.report.watch import Watch
 from quartet.observe.callbacks import Callback
-from quartet.observe.health import CHECKS, Finding, examine_health
+from quartet.observe.health import CHECKS, HealthFinding, examine_health
 from quartet.observe.metrics import find_metric
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.run import RunDirectory
@@ -102,7 +102,7 @@ class Told(Callback):
         self.found: list[tuple[int, str]] = []
         self.logged: list[int] = []
 
-    def on_health(self, step: int, finding: Finding) -> None:
+    def on_health(self, step: int, finding: HealthFinding) -> None:
         self.found.append((step, finding.check.name))
 
     def on_log(self, step: int, metrics: Any) -> None:

@@ -46,7 +46,7 @@ from quartet.schedule.rollout_worker import (
 from quartet.schedule.weight_sync import CanarySpec
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.sink import TensorSink
-from quartet.weights.sync import Offer
+from quartet.weights.sync import WeightOffer
 
 
 class Letters:
@@ -371,7 +371,7 @@ def test_every_engine_sings_and_weights_come_in_a_pause() -> None:
     assert len(probed) == 3
     assert len(set(probed.ids)) == 3
     assert int(probed.token["loss_mask"].sum()) == 9
-    offer = Offer("shared", 1, (), {"sender": "elsewhere"}, 0, 1.0, "here")
+    offer = WeightOffer("shared", 1, (), {"sender": "elsewhere"}, 0, 1.0, "here")
     with pytest.raises(KeyError):  # no trainer is here
         worker.receive_weights(offer, 0)
     assert all(engine.log[-1] == "pause" for engine in engines)

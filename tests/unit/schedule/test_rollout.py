@@ -28,7 +28,7 @@ from quartet.rollout.protocol import (
     StepEngine,
 )
 from quartet.schedule.clock import await_uncancelled, loop_time
-from quartet.schedule.groups import AdmissionRule, Group, GroupStream
+from quartet.schedule.groups import AdmissionRule, GroupStream, PromptGroup
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
 from quartet.schedule.role_group import RoleGroup
@@ -71,12 +71,12 @@ def first_turn(episode: str, state: str = "1") -> TurnRequest:
     return TurnRequest(f"{episode}.0", episode, seen, sampling, EpisodeLimits(1, 100))
 
 
-def versions_of(group: Group) -> list[tuple[int, ...]]:
+def versions_of(group: PromptGroup) -> list[tuple[int, ...]]:
     """Of the tokens of each response."""
     return [versions for versions, _ in responses_of(group)]
 
 
-def responses_of(group: Group) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+def responses_of(group: PromptGroup) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """Versions and log-probabilities of the tokens of each response."""
     batch, index = group.batch, group.batch.sequence_index()
     fields = batch.token["policy_version"], batch.token["rollout_logprobs"]
@@ -156,7 +156,7 @@ class Actor(TimedModel):
 
 
 ROLES = ("rollout", "actor", "critic", "reward")
-Steps = list[list[Group]]
+Steps = list[list[PromptGroup]]
 
 
 @dataclass
@@ -262,7 +262,7 @@ class World:
             await self.rollout.close()
         return self.steps
 
-    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
+    def _collect(self, step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk:
         if index == 0:
             self.steps.append([])
         self.steps[-1] += groups
@@ -429,7 +429,7 @@ def test_what_an_engine_refuses_or_computes_wrongly_reaches_those_who_asked() ->
             return_exceptions=True,
         )
         group, refused, refused_turn, failed = found
-        assert isinstance(group, Group) and len(group.batch) == 2
+        assert isinstance(group, PromptGroup) and len(group.batch) == 2
         assert isinstance(refused, UserError) and refused.found == "9.0"
         assert isinstance(refused_turn, UserError) and refused_turn.found == "x.0"
         assert isinstance(failed, GenerationError) and failed.request_ids == ("3.1",)

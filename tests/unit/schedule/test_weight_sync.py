@@ -30,7 +30,7 @@ from quartet.schedule.weight_sync import (
 )
 from quartet.train.engine import TrainEngine
 from quartet.weights.manifest import WeightsUnusable, WeightSyncError, WeightSyncTimeout
-from quartet.weights.sync import Endpoint, Offer, choose_transport
+from quartet.weights.sync import SyncEndpoint, WeightOffer, choose_transport
 
 LORA = LoRAConfig(rank=2, alpha=4)
 
@@ -55,7 +55,7 @@ class Elsewhere:
 
     async def call(self, method: Any, *args: Any) -> Any:
         result = await asyncio.to_thread(getattr(self.host, method.__name__), *args)
-        if isinstance(result, Endpoint):
+        if isinstance(result, SyncEndpoint):
             return replace(result, pid=(os.getppid(), 1)[self.number], machine=result.machine + self.machine)
         return result
 
@@ -65,7 +65,7 @@ class Pretending(LocalGroup[Any]):
 
     async def call(self, method: Any, *args: Any) -> Any:  # type: ignore[override]
         result = await super().call(method, *args)
-        return replace(result, pid=1) if isinstance(result, Endpoint) else result
+        return replace(result, pid=1) if isinstance(result, SyncEndpoint) else result
 
 
 def model(precision: Any = "fp32", lora: LoRAConfig | None = None) -> PackedCausalLM:
@@ -189,7 +189,7 @@ def test_one_engine_of_this_process_hears_a_trainer_of_another(make: Make) -> No
 
 # How the ends are reached ---------------------------------------------------------------------------------
 
-TRAINER = Endpoint("m", 1, "10.0.0.1", "cpu")
+TRAINER = SyncEndpoint("m", 1, "10.0.0.1", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ TRAINER = Endpoint("m", 1, "10.0.0.1", "cpu")
         (replace(TRAINER, device="G1"), [replace(TRAINER, machine="n", device="G1")], "collective"),
     ],
 )
-def test_the_nearest_way_that_leads_to_all(trainer: Endpoint, engines: list[Endpoint], expected: str) -> None:
+def test_the_nearest_way_that_leads_to_all(trainer: SyncEndpoint, engines: list[SyncEndpoint], expected: str) -> None:
     assert choose_transport(trainer, engines) == expected
 
 
@@ -309,7 +309,7 @@ def test_an_offer_that_is_not_followed_up_takes_nothing(make: Make) -> None:
     cast = make(here=False)
     sync(cast, 1, transport="shared_memory")
 
-    async def late(offered: list[Offer]) -> WeightSyncError:
+    async def late(offered: list[WeightOffer]) -> WeightSyncError:
         offered.append(await cast.trainer.call(WeightSenderMixin.offer_weights, 2))
         found = await asyncio.wait_for(cast.handles[0].call(WeightReceiverMixin.receive_weights, offered[0], 0), 10)
         assert isinstance(found, WeightSyncError)
@@ -317,7 +317,7 @@ def test_an_offer_that_is_not_followed_up_takes_nothing(make: Make) -> None:
 
     cast.trainer.worker.weight_sender._timeout_s = 0.4
     kept = answers(cast.engines[0])
-    offered: list[Offer] = []
+    offered: list[WeightOffer] = []
     assert isinstance(asyncio.run(late(offered)), WeightSyncTimeout)
     assert answers(cast.engines[0]) == kept
     train(cast.packed, 3)

@@ -18,7 +18,7 @@ from quartet.config.errors import UserError
 from quartet.data.datasets import JudgedData, PreferenceData, SFTData, TokenLimit
 from quartet.data.fields import ReadOptions
 from quartet.data.formats import NoRowsLeft, demonstrations, judgements, preferences
-from quartet.data.readers import Row, iter_rows
+from quartet.data.readers import DataRow, iter_rows
 from quartet.text.tokenizer import TextCodec
 
 Build = Callable[..., PreTrainedTokenizerFast]
@@ -64,8 +64,8 @@ def call(arguments: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": tool_calls, **more}
 
 
-def rows(*values: dict[str, Any]) -> list[Row]:
-    return [Row(value, "f.jsonl", n) for n, value in enumerate(values, start=1)]
+def rows(*values: dict[str, Any]) -> list[DataRow]:
+    return [DataRow(value, "f.jsonl", n) for n, value in enumerate(values, start=1)]
 
 
 @pytest.fixture

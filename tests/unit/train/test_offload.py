@@ -19,7 +19,7 @@ from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import SFTObjective, ValueObjective
-from quartet.train.offload import PARTS, MappedFiles, Offload
+from quartet.train.offload import PARTS, MappedFileStore, Offload
 from quartet.train.state import copy_to_host
 from train_fixtures import load_state
 
@@ -71,7 +71,7 @@ def frozen(make_model):
 
 @pytest.fixture
 def files(tmp_path):
-    return MappedFiles(tmp_path / "away")
+    return MappedFileStore(tmp_path / "away")
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_any_order_of_movements_and_work_leaves_the_bits_of_work_alone(seed, bui
     draw = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     plain, moved = build(kind), build(kind)
-    offload = moved.offloading(Memory() if seed % 3 else MappedFiles(tmp_path))
+    offload = moved.offloading(Memory() if seed % 3 else MappedFileStore(tmp_path))
     tensors = {id(p): p for p in moved.packed.model.parameters()}
     away, saved = set(), [copy_to_host(plain.state())]
     for _ in range(30):

@@ -45,7 +45,7 @@ from quartet.envs.transcript import SOURCE, EpisodeLimits
 from quartet.observe.rollouts import RolloutRecord, read_rollout_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
-from quartet.schedule.groups import Group, group_batch, make_chunk
+from quartet.schedule.groups import PromptGroup, group_batch, make_chunk
 from quartet.schedule.iteration import Chunk, SubsetScorer, UpdatePlan
 from quartet.schedule.rollout_worker import FinishedRequest, RequestStore, TurnRequest
 from quartet.text.tokenizer import TextCodec
@@ -77,9 +77,9 @@ def sequence(
     )
 
 
-def group(index: int, *episodes: Trajectory) -> Group:
+def group(index: int, *episodes: Trajectory) -> PromptGroup:
     prompt = PromptItem(f"p{index}", "ask", {"answer": "4"}, "", 2)
-    return Group.of(index, prompt, group_batch(index, episodes))
+    return PromptGroup.of(index, prompt, group_batch(index, episodes))
 
 
 def episode(*sequences: TrajectorySequence, end: TrajectoryEnd = TrajectoryEnd.DONE) -> Trajectory:
@@ -309,8 +309,8 @@ class Recording:
             Completion(one.request_id, one.group, made, (-1.0, -2.0)[:num], (0,) * num, FinishReason.LENGTH)
         )
 
-    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group:
-        return Group.of(index, prompt, self.sampled.episodes(index, endings, version=2))
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> PromptGroup:
+        return PromptGroup.of(index, prompt, self.sampled.episodes(index, endings, version=2))
 
 
 def player(policy: Recording, max_tokens: int = 60, **changes: Any) -> EpisodeRunner:
@@ -327,7 +327,7 @@ def codec(tokenizer: Any) -> TextCodec:
 ITEM = PromptItem("p1", "1+2=", {}, "", 2)
 
 
-def contents(group: Group) -> dict[str, Any]:
+def contents(group: PromptGroup) -> dict[str, Any]:
     """Of a group's batch, as values that can be compared."""
     batch = group.batch
     columns = {name: values.tolist() for name, values in {**batch.token, **batch.sequence}.items()}
@@ -336,7 +336,7 @@ def contents(group: Group) -> dict[str, Any]:
 
 
 def test_what_is_sampled_depends_on_place_and_turn_alone(codec: TextCodec) -> None:
-    def played(**changes: Any) -> tuple[Group, dict[str, int]]:
+    def played(**changes: Any) -> tuple[PromptGroup, dict[str, int]]:
         policy = Recording(codec)
         found = asyncio.run(player(policy, **changes).group(7, ITEM, SamplingParams(max_new_tokens=4), 3))
         return found, {r.request_id: r.sampling.seed for r in policy.requests}
@@ -388,7 +388,9 @@ class Flaky(Echo):
         return found
 
 
-def flaky(codec: TextCodec, on_error: str, failing: dict[int, int], num: int = 3) -> tuple[Group, list[str], Recording]:
+def flaky(
+    codec: TextCodec, on_error: str, failing: dict[int, int], num: int = 3
+) -> tuple[PromptGroup, list[str], Recording]:
     """A group's batch, what is told of its environment, and what its policy was asked for."""
     Flaky.failing = dict(failing)
     make, policy = EnvironmentFactory(partial(Flaky, True)), Recording(codec)

@@ -17,7 +17,7 @@ from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.data.datasets import PromptData, TokenLimit
 from quartet.data.formats import prompts as as_prompts
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.models.loading import packed_causal_lm
 from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
@@ -28,7 +28,7 @@ from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel, completions_as_group, generate
-from quartet.trainers.evaluation_metrics import Answer
+from quartet.trainers.evaluation_metrics import ScoredAnswer
 from quartet.trainers.experience import ExperienceAssembler
 
 
@@ -39,15 +39,15 @@ def codec(tokenizer: Any) -> TextCodec:
 
 @pytest.fixture
 def data(codec: TextCodec, prompts: list[str]) -> PromptData:
-    rows = [Row({"prompt": p, "length": len(p)}, "here", n) for n, p in enumerate(prompts, start=1)]
+    rows = [DataRow({"prompt": p, "length": len(p)}, "here", n) for n, p in enumerate(prompts, start=1)]
     return PromptData.build(as_prompts(rows), codec, TokenLimit(64))
 
 
 @pytest.fixture
-def answered(causal_lm: Any, tokenizer: Any, prompts: list[str], tmp_path: Path) -> Callable[..., list[Answer]]:
+def answered(causal_lm: Any, tokenizer: Any, prompts: list[str], tmp_path: Path) -> Callable[..., list[ScoredAnswer]]:
     """Answers of a model alone, scored by a function."""
 
-    def run(reward: Any, *, samples: int = 1, **sampling: Any) -> list[Answer]:
+    def run(reward: Any, *, samples: int = 1, **sampling: Any) -> list[ScoredAnswer]:
         objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [reward], "prompts": prompts}
         limits = SamplingConfig(**sampling)
         recipe = EvalRecipe(sampling=limits, samples_per_prompt=samples, engine=NativeEngineConfig(max_running=5))

@@ -13,8 +13,8 @@ from quartet.algorithms.evaluation_math import win_rate_interval
 from quartet.config import UserError
 from quartet.config.evaluation import GradingConfig, NumberAnswer, RegexAnswer, TextAnswer
 from quartet.trainers.evaluation_metrics import (
-    Answer,
     EvaluationMetric,
+    ScoredAnswer,
     build_extractor,
     compare_by_judge,
     compare_scores,
@@ -27,16 +27,18 @@ from quartet.trainers.evaluation_metrics import (
 )
 
 
-def answers(rows: Sequence[Sequence[tuple[str, dict[str, float]]]]) -> list[Answer]:
+def answers(rows: Sequence[Sequence[tuple[str, dict[str, float]]]]) -> list[ScoredAnswer]:
     """One row per prompt, one ``(text, rewards)`` per sample."""
     return [
-        Answer(f"p{p}", sample, f"p{p}", text, "length" if text == "cut" else "stop", len(text), rewards)
+        ScoredAnswer(f"p{p}", sample, f"p{p}", text, "length" if text == "cut" else "stop", len(text), rewards)
         for p, row in enumerate(rows)
         for sample, (text, rewards) in enumerate(row)
     ]
 
 
-def figures(found: Sequence[Answer], graded: Sequence[str] = ("x",), **grading: Any) -> dict[str, EvaluationMetric]:
+def figures(
+    found: Sequence[ScoredAnswer], graded: Sequence[str] = ("x",), **grading: Any
+) -> dict[str, EvaluationMetric]:
     weights = {name: 1.0 for name in found[0].rewards}
     rows = compute_metrics(found, {"eval/score_mean": weights}, GradingConfig(**grading), graded, seed=0)
     return {figure.name: figure for figure in rows}
@@ -150,10 +152,12 @@ def test_prompt_means_and_their_error() -> None:
 # One model against another ---------------------------------------------------------------------------------
 
 
-def side(scores: Sequence[float], samples: int = 1, text: str = "") -> list[Answer]:
+def side(scores: Sequence[float], samples: int = 1, text: str = "") -> list[ScoredAnswer]:
     """``samples`` answers per prompt with these scores, in order."""
     return [
-        Answer(f"p{i // samples}", i % samples, f"prompt {i // samples}", text or f"{score}", "stop", 1, {"x": score})
+        ScoredAnswer(
+            f"p{i // samples}", i % samples, f"prompt {i // samples}", text or f"{score}", "stop", 1, {"x": score}
+        )
         for i, score in enumerate(scores)
     ]
 

@@ -21,7 +21,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
-from quartet.config.plugins import recipes
+from quartet.config.plugins import recipe_classes
 from quartet.config.recipe import ActorConfig, CriticConfig, RewardModelRecipe, SFTRecipe
 from quartet.config.run import LogConfig
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, save_causal_lm
@@ -243,7 +243,7 @@ def test_a_finished_run_goes_on_for_more_steps_as_if_it_had_been_to_have_them(
     for job in ("sft", "rl"):
         whole = trained(job, "whole", 4)
         trained(job, "longer", 2)
-        recipe = recipes()[job](**yaml.safe_load((tmp_path / job / "longer" / "recipe.yaml").read_text()))
+        recipe = recipe_classes()[job](**yaml.safe_load((tmp_path / job / "longer" / "recipe.yaml").read_text()))
         assert completed_run(recipe, "auto") is not None
         assert completed_run(recipe.model_copy(update={"steps": 4}), "auto") is None
         longer = trained(job, "longer", 4, resume=True)

@@ -20,7 +20,7 @@ from quartet.observe.rollouts import RolloutRecord, read_rollout_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
 from quartet.schedule import model_worker
-from quartet.schedule.groups import Group, group_batch, make_chunk, single_turn_trajectory
+from quartet.schedule.groups import PromptGroup, group_batch, make_chunk, single_turn_trajectory
 from quartet.schedule.iteration import Chunk, SubsetScorer
 from quartet.trainers.evaluation import generate
 from quartet.trainers.experience import Experience, ExperienceAssembler, sampled_and_greedy
@@ -145,7 +145,7 @@ def _chunk(greedy: list[Completion]) -> Chunk:
     sampled = made(_completion(10)), made(_completion(11))
     items = [PromptItem(f"p{g}", "x", {}, "", 2) for g in range(len(greedy))]
     batches = [group_batch(7 + g, sampled, made(completion)) for g, completion in enumerate(greedy)]
-    groups = [Group.of(7 + g, item, batch) for g, (item, batch) in enumerate(zip(items, batches, strict=True))]
+    groups = [PromptGroup.of(7 + g, item, batch) for g, (item, batch) in enumerate(zip(items, batches, strict=True))]
     return make_chunk(3, 0, groups)
 
 

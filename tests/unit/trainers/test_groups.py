@@ -24,7 +24,7 @@ from quartet.observe.rollouts import RolloutRecord
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import (
     BufferedGroups,
-    Group,
+    PromptGroup,
     drop_texts,
     group_batch,
     make_chunk,
@@ -66,9 +66,9 @@ class Made:
     greedy: Trajectory | None = None
     rewards: tuple[ColumnSet, ...] = ()
 
-    def group(self) -> Group:
+    def group(self) -> PromptGroup:
         batch = group_batch(self.index, self.trajectories, self.greedy)
-        group = Group.of(self.index, item(self.index), batch)
+        group = PromptGroup.of(self.index, item(self.index), batch)
         return replace(group, batch=join_columns(group.batch, *self.rewards))
 
 
@@ -231,11 +231,11 @@ def completion_of_columns(name: str, num: int, **columns: Any) -> Completion:
     )
 
 
-def group_of(*completions: Completion) -> Group:
-    return Group.of(0, PROMPT, group_batch(0, [single_turn_trajectory((1, 2), c, "text") for c in completions]))
+def group_of(*completions: Completion) -> PromptGroup:
+    return PromptGroup.of(0, PROMPT, group_batch(0, [single_turn_trajectory((1, 2), c, "text") for c in completions]))
 
 
-def numbered() -> Group:
+def numbered() -> PromptGroup:
     return group_of(
         completion_of_columns("a", 2, entropy=(0.25, 1.0), expert=(7, 2**40)),
         completion_of_columns("b", 1, entropy=(2,), expert=(5,)),

@@ -17,7 +17,7 @@ from quartet.data.datasets import PromptItem
 from quartet.observe import rollouts
 from quartet.observe.rollouts import list_rollout_steps, read_rollout_step, rollouts_path
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.groups import Group, drop_texts, group_batch, make_chunk, single_turn_trajectory
+from quartet.schedule.groups import PromptGroup, drop_texts, group_batch, make_chunk, single_turn_trajectory
 from quartet.schedule.model_worker import RolloutWriter
 from quartet.text.tokenizer import TextCodec
 
@@ -43,7 +43,7 @@ def step(codec: TextCodec, index: int, *answers: str, text_end: int | None = Non
         completion = Completion(f"{index}.{r}", f"{index}", ids, logprobs, versions, FinishReason.STOP, text_end)
         made.append(single_turn_trajectory(prompt, completion, text))
     item = PromptItem("p3", "3+4=", {}, "here", len(prompt))
-    batch = make_chunk(0, 0, [Group.of(index, item, group_batch(index, made))]).data
+    batch = make_chunk(0, 0, [PromptGroup.of(index, item, group_batch(index, made))]).data
     return drop_texts(batch.with_sequence(score=torch.arange(len(batch)).double()))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from quartet.weights.manifest import PeerFailed, WeightSyncError, WeightSyncTimeout
-from quartet.weights.shared_memory import SENDER, Board, MemoryBoard, Progress, StoreBoard, SyncPosition, machine_id
+from quartet.weights.shared_memory import SENDER, Board, MemoryBoard, StoreBoard, SyncPosition, SyncProgress, machine_id
 
 NAMES = ["a", "b"]
 
@@ -21,12 +21,12 @@ def board(request: pytest.FixtureRequest) -> Board:
     return StoreBoard(dist.HashStore(), "sync 1") if request.param == "store" else MemoryBoard()
 
 
-def sender(board: Board, timeout_s: float = 0.3) -> Progress:
-    return Progress(board, SENDER, [1, 2], NAMES, timeout_s, machine_id())
+def sender(board: Board, timeout_s: float = 0.3) -> SyncProgress:
+    return SyncProgress(board, SENDER, [1, 2], NAMES, timeout_s, machine_id())
 
 
-def receiver(board: Board, timeout_s: float = 30.0) -> Progress:
-    return Progress(board, 1, [SENDER], NAMES, timeout_s, machine_id())
+def receiver(board: Board, timeout_s: float = 30.0) -> SyncProgress:
+    return SyncProgress(board, 1, [SENDER], NAMES, timeout_s, machine_id())
 
 
 def at(board: Board, rank: int, step: int, tensor: int = 0, failed: int = 0, pid: int = 0) -> None:

@@ -17,8 +17,8 @@ from quartet.weights.manifest import DTYPES, TensorSpec
 from quartet.weights.shared_memory import ALIGNMENT
 from quartet.weights.sink import TensorSink
 from quartet.weights.sync import (
-    Bucket,
     SharedMemorySender,
+    WeightBucket,
     plan_buckets,
     receive_tensors,
     send_tensors,
@@ -85,13 +85,13 @@ class Shelf:
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
-        self.shipped: list[tuple[Bucket, Tensor]] = []
+        self.shipped: list[tuple[WeightBucket, Tensor]] = []
 
-    def empty(self, bucket: Bucket, at: Any) -> Tensor:
+    def empty(self, bucket: WeightBucket, at: Any) -> Tensor:
         self._buffer = torch.zeros(self.bucket_bytes, dtype=torch.uint8)
         return self._buffer
 
-    def ship(self, bucket: Bucket, at: Any) -> None:
+    def ship(self, bucket: WeightBucket, at: Any) -> None:
         self.shipped.append((bucket, self._buffer))
 
     def finish(self, at: Any) -> None: ...

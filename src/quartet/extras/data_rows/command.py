@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet.config import UserError
-from quartet.config.errors import escape_control_characters
+from quartet.config.errors import escape_control
 
 if TYPE_CHECKING:
     from quartet.extras.data_rows.rows import DataRows, ShownRow, Span
@@ -45,7 +45,7 @@ def data(
         )
     found = DataRows(sections[key], key)
     for line in lines(found, f"{job}: {key}", rows, start):
-        typer.echo(escape_control_characters(line))
+        typer.echo(escape_control(line))
     if found.stopping.skipped:
         sys.exit(1)
 
@@ -98,7 +98,7 @@ def _kind(span: Span, is_scored: bool) -> str:
 def _token_lines(span: Span, run: range) -> list[str]:
     """Returns the tokens of a run, apart by ``_BOUNDARY``; of a long run both ends."""
     shown = [
-        (escape_control_characters(span.texts[n]).replace("\t", "→").replace("\n", "↵\n") or "·")
+        (escape_control(span.texts[n]).replace("\t", "→").replace("\n", "↵\n") or "·")
         + (f"[{span.marks[n]}]" if n in span.marks else "")
         for n in run
     ]

@@ -14,13 +14,13 @@ from typing import Any
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe
-from quartet.config.plugins import jobs, load_object
+from quartet.config.plugins import all_jobs, load_object
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.run import Recipe, SupervisedRecipe
 from quartet.data.datasets import PromptItem, TokenisedRows
 from quartet.data.fields import ReadOptions
 from quartet.data.formats import NoRowsLeft, ParsedRows
-from quartet.data.readers import Row, iter_rows
+from quartet.data.readers import DataRow, iter_rows
 from quartet.models.loading import load_on_meta
 from quartet.text.loading import expand_local_path, load_generation_config, resolve_model_directory
 from quartet.text.tokenizer import TextCodec
@@ -75,7 +75,7 @@ def sections_of(recipe: Recipe) -> dict[str, Section]:
                 found["ptx.data"] = Section(recipe.ptx.data, model, demonstration_reader)
         case EvalRecipe():
             found["data"] = Section(recipe.data, recipe.model, prompt_reader, 1, recipe.sampling)
-        case _ if (sections := jobs()[recipe_job(recipe)].sections) is not None:
+        case _ if (sections := all_jobs()[recipe_job(recipe)].sections) is not None:
             parts = load_object(sections)(recipe).items()
             found = {f"{above}.{key}": one for above, part in parts for key, one in sections_of(part).items()}
     return {key: section for key, section in found.items() if section.config is not None}
@@ -155,7 +155,7 @@ class DataRows:
                 if is_wanted:
                     yield shown
 
-    def _row(self, row: Row, reading: ReadOptions, part: int, is_wanted: bool) -> ShownRow:
+    def _row(self, row: DataRow, reading: ReadOptions, part: int, is_wanted: bool) -> ShownRow:
         reader, codec = self.section.reader, self.codec.limited(self.limit.max_tokens)
         shown = ShownRow(self.num_rows, row.place)
         try:

@@ -21,7 +21,7 @@ from quartet.extras.doctor.checks import Finding, answer_column, answer_text, co
 from quartet.rewards.math_worker import is_plain_answer
 from quartet.rewards.source import combine_scores
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.groups import GREEDY, Chunk, Group, make_chunk
+from quartet.schedule.groups import GREEDY, Chunk, PromptGroup, make_chunk
 from quartet.schedule.iteration import Scorer, SubsetScorer, score_chunk
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
@@ -132,7 +132,7 @@ async def score_known_answers(run: ExaminedRun) -> Scored | None:
     Raises:
         UserError: a source failed.
     """
-    roles, groups = run.roles, list[Group]()
+    roles, groups = run.roles, list[PromptGroup]()
     known = known_answers(roles.recipe, roles.prompts.items, _KNOWN)
     if not known or roles.environment is not None or not roles.rewards.weights:
         return None

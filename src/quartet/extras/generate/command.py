@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quartet.cli.options import Precision, Revision, TrustRemoteCode
-from quartet.config.errors import escape_control_characters
+from quartet.config.errors import escape_control
 
 
 def generate(
@@ -62,7 +62,7 @@ def generate(
     check_vocabulary(codec.tokenizer, packed.vocab_size)
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
     for warning in packed.warnings:
-        typer.echo(escape_control_characters(warning), err=True)
+        typer.echo(escape_control(warning), err=True)
     chosen = load_engine(engine) if engine else NativeEngineConfig()
     with frozen_model_engine(chosen, packed, codec, given, packed.device) as generator:
         found = run(packed, codec, prompts, sampling, num_responses=num, seed=seed, engine=generator)
@@ -70,4 +70,4 @@ def generate(
         for answer in answers:
             whole = answer.text if chat else text + answer.text
             # Programs that read the output get the answer as it is; a terminal must not obey it.
-            typer.echo(escape_control_characters(whole) if sys.stdout.isatty() else whole)
+            typer.echo(escape_control(whole) if sys.stdout.isatty() else whole)

@@ -37,7 +37,7 @@ from quartet.observe.progress import Progress
 from quartet.trainers.checkpoints import TrainResult
 from quartet.trainers.devices import FrozenModels, resolve_precision
 from quartet.trainers.evaluation import EvaluationModel
-from quartet.trainers.evaluation_metrics import Answer, group_by_prompt, write_answers, write_json_lines
+from quartet.trainers.evaluation_metrics import ScoredAnswer, group_by_prompt, write_answers, write_json_lines
 from quartet.trainers.input_sources import check_recipe
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, open_run
@@ -152,7 +152,7 @@ class IteratedTrainer:
         self.progress.print(f"round {number}: {metrics['iterated/pairs']:.0f} fresh pairs")
         return metrics
 
-    def _answers(self, number: int) -> tuple[list[Answer], str]:
+    def _answers(self, number: int) -> tuple[list[ScoredAnswer], str]:
         """Returns the policy's answers to the round's prompts, and the labeller's name among their scores."""
         recipe, config = self.recipe, self.recipe.collect
         frozen = FrozenModels(self.device, resolve_precision(self.device, recipe.rl.actor.train.precision))
@@ -212,7 +212,7 @@ def sections(recipe: IteratedRecipe) -> dict[str, Recipe]:
 # Pairs -----------------------------------------------------------------------------------------------------
 
 
-def make_pair(group: Sequence[Answer], label: str) -> dict[str, Any] | None:
+def make_pair(group: Sequence[ScoredAnswer], label: str) -> dict[str, Any] | None:
     """Makes a row of the best and the worst answer to one prompt, None where their labels do not differ.
 
     Args:

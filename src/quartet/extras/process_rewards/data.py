@@ -39,7 +39,7 @@ from quartet.config.errors import UserError
 from quartet.data.datasets import RowCollector, TokenLimit, TrainingRows, check_examples
 from quartet.data.fields import AS_GIVEN, ReadOptions, RowFields, SkipRow, field_excerpt, naming_row, read_prompt
 from quartet.data.formats import ParsedRows, parse_rows
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.text.examples import PromptText
 from quartet.text.loading import resolve_model_directory
@@ -137,7 +137,7 @@ def _misfit(place: str, reason: str) -> UserError:
     )
 
 
-def step_labelled(rows: Iterable[Row], separator: str, reading: ReadOptions = AS_GIVEN) -> ParsedRows[StepLabelled]:
+def step_labelled(rows: Iterable[DataRow], separator: str, reading: ReadOptions = AS_GIVEN) -> ParsedRows[StepLabelled]:
     """Reads typed examples. Left out and counted: answers of which no step has a label.
 
     Raises:

@@ -22,7 +22,7 @@ from quartet.config.algorithms import PPO, BestOfN, Distillation, RewardedAlgori
 from quartet.config.errors import UserError
 from quartet.config.load import job_methods, unknown_job_error
 from quartet.config.nearest import guess_columns, suggest_name
-from quartet.config.plugins import StarterRecipe, jobs, load_object, recipes
+from quartet.config.plugins import StarterRecipe, all_jobs, load_object, recipe_classes
 from quartet.config.preference import KTOLoss
 from quartet.config.strict import (
     choose_union_member,
@@ -186,7 +186,7 @@ def sections(job: str, address: str = "", *, variants: bool = False) -> list[Sec
     Raises:
         UserError: no such job, or nothing at that address.
     """
-    if job not in jobs():
+    if job not in all_jobs():
         raise unknown_job_error(job)
     asked = ".".join(part for part in address.split(".") if not part.isdecimal())
     above, _, name = asked.rpartition(".")
@@ -204,7 +204,7 @@ def sections(job: str, address: str = "", *, variants: bool = False) -> list[Sec
 
 @cache
 def _all_places(job: str) -> list[tuple[str, str, _Place]]:
-    return list(_places("", "", _Place({job: recipes()[job]}, None, purpose(recipes()[job]))))
+    return list(_places("", "", _Place({job: recipe_classes()[job]}, None, purpose(recipe_classes()[job]))))
 
 
 def _places(where: str, as_override: str, place: _Place) -> Iterator[tuple[str, str, _Place]]:
@@ -223,7 +223,7 @@ def _places(where: str, as_override: str, place: _Place) -> Iterator[tuple[str, 
 
 def purposes() -> dict[str, str]:
     """Says what each job is for, by its name."""
-    return {job: purpose(recipe) for job, recipe in recipes().items()}
+    return {job: purpose(recipe) for job, recipe in recipe_classes().items()}
 
 
 def _walk(
@@ -244,7 +244,7 @@ def _walk(
         key, inner, where = _key(place, name, info), _below(place, name, info), _join(address, name)
         if inner is not None:
             job = next(
-                (job for job, recipe in recipes().items() if not inner.is_choice and recipe is inner.model), None
+                (job for job, recipe in recipe_classes().items() if not inner.is_choice and recipe is inner.model), None
             )
             known = (old for old, models, default in seen if _is_same(inner, models, default))
             listed = f"job {job}" if job is not None else next(known, None)
@@ -355,8 +355,8 @@ def starter(
         UserError: no such job, method or reward, or the job has none to choose.
     """
     _check(job, "method", method, job_methods().get(job, ()))
-    _check(job, "reward", reward, REWARDS if job in jobs() and is_rewarded(job) else ())
-    if jobs()[job].is_supervised:
+    _check(job, "reward", reward, REWARDS if job in all_jobs() and is_rewarded(job) else ())
+    if all_jobs()[job].is_supervised:
         keys, needs = _supervised(job, method or next(iter(job_methods().get(job, ())), None))
     elif job in _JOBS:
         keys, needs = _JOBS[job](method, reward)
@@ -383,7 +383,7 @@ def starter(
         for part in above:
             section = section.setdefault(part, {})
         section[name] = value
-    return "\n".join([*head, *_written(tree, recipes()[job])]) + "\n"
+    return "\n".join([*head, *_written(tree, recipe_classes()[job])]) + "\n"
 
 
 def is_rewarded(job: str) -> bool:
@@ -392,7 +392,7 @@ def is_rewarded(job: str) -> bool:
 
 
 def _begun(job: str) -> StarterRecipe:
-    if (named := jobs()[job].starter) is None:
+    if (named := all_jobs()[job].starter) is None:
         remedy = f"write one: quartet config {job} lists its keys"
         raise UserError("there is no recipe to begin with for this job", found=job, remedy=remedy)
     found: StarterRecipe = load_object(named)
@@ -400,7 +400,7 @@ def _begun(job: str) -> StarterRecipe:
 
 
 def _check(job: str, what: str, name: str | None, known: Any) -> None:
-    if job not in jobs():
+    if job not in all_jobs():
         raise unknown_job_error(job)
     if name is not None and name not in known:
         remedy = f"use one of {', '.join(known)}" if known else f"leave --{what} out"
@@ -422,7 +422,7 @@ def _supervised(job: str, method: str | None) -> tuple[dict[str, Any], list[str]
         loss = job_methods()[job][method]()
         shown = ("beta", "odds_coef", *(["undesirable_weight"] if isinstance(loss, KTOLoss) else []))
         keys |= {"loss.name": method} | {f"loss.{key}": getattr(loss, key) for key in shown if hasattr(loss, key)}
-    size = next(name for name in recipes()[job].model_fields if name.endswith("_per_step"))
+    size = next(name for name in recipe_classes()[job].model_fields if name.endswith("_per_step"))
     keys |= {"epochs": 1, size: 32} | (_training("train.", 1e-5) if begun.is_tuned else {})
     needs = ["prompt", "completion", "label"] if method == "kto" else list(begun.columns)
     return keys | {"train.optim.warmup_steps": 10, "train.optim.schedule": "cosine", **begun.keys}, needs

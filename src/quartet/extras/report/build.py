@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
-from quartet.config.errors import UserError, escape_control_characters, read_file
+from quartet.config.errors import UserError, escape_control, read_file
 from quartet.observe.files import ENDED, FileTail, replace_atomically, run_status
-from quartet.observe.health import Health, alarm_from_row, examine_health, measure_repetition, worker_table
+from quartet.observe.health import HealthMonitor, alarm_from_row, examine_health, measure_repetition, worker_table
 from quartet.observe.metrics import find_metric
 from quartet.observe.rollouts import RolloutRecord, list_rollout_steps, policy_token_ids, read_rollout_step
 from quartet.observe.spans import BACKGROUND, Span, merge_intervals, span_from_row
@@ -460,7 +460,7 @@ def metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
 # Health -----------------------------------------------------------------------------------------------------
 
 
-def show_health(health: Health) -> list[dict[str, Any]] | None:
+def show_health(health: HealthMonitor) -> list[dict[str, Any]] | None:
     """Returns what the checks have found, as JSON data; None where they have found nothing."""
     found = [
         {
@@ -476,7 +476,7 @@ def show_health(health: Health) -> list[dict[str, Any]] | None:
     return found or None
 
 
-def telling(series: Mapping[str, Sequence[float | str | None]], health: Health) -> list[str]:
+def telling(series: Mapping[str, Sequence[float | str | None]], health: HealthMonitor) -> list[str]:
     """Orders ``TELLING`` for one run: first what its health is judged by where that is bad, last what never moves."""
     bad = [name for finding in health.findings.values() for name in finding.check.needs]
     known = {name: [value for value in values if value is not None] for name, values in series.items()}
@@ -559,7 +559,7 @@ def render_page(data: Mapping[str, Any], *, live: bool = False) -> str:
     style = _asset("report.css")
     script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
     slots = {
-        "title": html.escape(escape_control_characters(f"{data['run'].get('name', 'run')} · Quartet")),
+        "title": html.escape(escape_control(f"{data['run'].get('name', 'run')} · Quartet")),
         "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}"
         + ("; connect-src 'self'" if live else ""),
         "style": style,

@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from quartet.config.errors import UserError, escape_control_characters
+from quartet.config.errors import UserError, escape_control
 from quartet.config.yamls import parse_yaml
 from quartet.extras.report.build import (
     ReportLimits,
@@ -76,14 +76,14 @@ class Watch:
     def screen(self) -> RenderableType:
         run = self._run
         head = Text.assemble(
-            (escape_control_characters(str(run.get("name", self._dir.name))), "bold"),
-            f"  {escape_control_characters(str(run.get('job', '')))}  ",
+            (escape_control(str(run.get("name", self._dir.name))), "bold"),
+            f"  {escape_control(str(run.get('job', '')))}  ",
             (
-                escape_control_characters(str(run.get("status", "status unknown"))),
+                escape_control(str(run.get("status", "status unknown"))),
                 "green" if run.get("status") == "done" else "cyan",
             ),
         )
-        notes = [Text(f"note: {escape_control_characters(note)}", style="yellow") for note in self._notes]
+        notes = [Text(f"note: {escape_control(note)}", style="yellow") for note in self._notes]
         known = sorted(self._stages.values(), key=lambda stage: stage.newest_s)
         body = known[-1].parts(_total_steps(self._dir, known[-1].files.directory)) if known else []
         return Group(head, *notes, *(body or [Text("nothing logged yet")]))
@@ -113,16 +113,13 @@ class _WatchedStage:
         """Returns the lines of the screen that are about this stage."""
         health = examine_health(self.files.rows)
         shown: list[RenderableType] = [self._progress(total)]
-        shown += [Text(escape_control_characters(text), style="yellow") for text in self.files.troubles]
+        shown += [Text(escape_control(text), style="yellow") for text in self.files.troubles]
         shown += [
-            Text(f"ALARM at step {row['step']}: {escape_control_characters(row['text'])}", style="bold red")
+            Text(f"ALARM at step {row['step']}: {escape_control(row['text'])}", style="bold red")
             for row in self._alarms[-3:]
         ]
         present = [health.findings[name] for name in health.present]
-        shown += [
-            Text(f"NOT WELL since {escape_control_characters(finding.text)}", style="bold yellow")
-            for finding in present
-        ]
+        shown += [Text(f"NOT WELL since {escape_control(finding.text)}", style="bold yellow") for finding in present]
         series: dict[str, list[float]] = {}
         for row in self.files.rows:
             for name in row.keys() - {"step", "time_s"}:
@@ -153,7 +150,7 @@ class _WatchedStage:
         longest = sorted(seconds.items(), key=lambda item: -item[1])[:_SHOWN_STAGES]
         return [
             Text(
-                escape_control_characters("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)),
+                escape_control("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)),
                 style="dim",
             )
         ]
@@ -180,7 +177,7 @@ def _figures(series: dict[str, list[float]]) -> Table:
         table.add_column(column, justify="right", no_wrap=True, min_width=9)
     table.add_column("curve", no_wrap=True, overflow="crop", min_width=_CURVE)
     for name, values in series.items():
-        table.add_row(Text(escape_control_characters(name)), f"{values[0]:.4g}", f"{values[-1]:.4g}", sparkline(values))
+        table.add_row(Text(escape_control(name)), f"{values[0]:.4g}", f"{values[-1]:.4g}", sparkline(values))
     return table
 
 
@@ -211,7 +208,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _one_line(text: str) -> Text:
-    return Text(escape_control_characters(text).replace("\n", "↵ ").replace("\t", " "))
+    return Text(escape_control(text).replace("\n", "↵ ").replace("\t", " "))
 
 
 def _clock(seconds: float) -> str:

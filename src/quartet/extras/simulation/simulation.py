@@ -38,7 +38,7 @@ from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams, StepEngine
 from quartet.schedule.clock import await_uncancelled, loop_time
-from quartet.schedule.groups import NO_VERSION, AdmissionRule, Group, GroupStream
+from quartet.schedule.groups import NO_VERSION, AdmissionRule, GroupStream, PromptGroup
 from quartet.schedule.iteration import (
     Chunk,
     DrafterLearner,
@@ -279,7 +279,7 @@ Consumed = tuple[int, tuple[tuple[int, int], ...]]
 """A group: its index, and runs ``(version, tokens)`` of the weights that made it, in order."""
 
 
-def consumed(group: Group) -> Consumed:
+def consumed(group: PromptGroup) -> Consumed:
     """Tells which weights made the group, trajectory after trajectory."""
     sampled = [version for version in group.batch.token["policy_version"].tolist() if version != NO_VERSION]
     return group.index, tuple((version, len(list(run))) for version, run in groupby(sampled))
@@ -411,7 +411,7 @@ class Simulation:
             on_chunk=self._consumed,
         )
 
-    def _consumed(self, step: int, groups: Sequence[Group]) -> None:
+    def _consumed(self, step: int, groups: Sequence[PromptGroup]) -> None:
         self.steps += [[] for _ in range(step + 1 - len(self.steps))]
         self.steps[step] += [consumed(group) for group in groups]
 

@@ -46,7 +46,7 @@ from quartet.train.checkpoint import (
     final_checkpoint_path,
     list_checkpoints,
 )
-from quartet.trainers.run import LocalRun
+from quartet.trainers.run import LocalRunStorage
 from quartet.trainers.run_files import MARKER, RECIPE, SUMMARY, lock_run, naming_write_errors, read_json, read_recipe
 
 SENT = ".sent"
@@ -164,7 +164,7 @@ _AGAIN_S = 5.0
 """Between tries while the store is away."""
 
 
-class RemoteRun(LocalRun):
+class RemoteRun(LocalRunStorage):
     """
     Args:
         path: the run's directory here.

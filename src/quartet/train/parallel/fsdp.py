@@ -27,7 +27,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from quartet.cluster.errors import raising_rank_failed
 from quartet.config import UserError
-from quartet.models.directories import Gather
+from quartet.models.directories import GatherFunctions
 from quartet.models.packed_model import PackedModel, decoder_layers
 from quartet.train.parallel.collectives import (
     CountedAllGather,
@@ -269,7 +269,7 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()
     packed.one_call = root
-    packed.gather = Gather(is_first=mesh.data.rank == 0, whole=gather)
+    packed.gather = GatherFunctions(is_first=mesh.data.rank == 0, whole=gather)
     return root
 
 

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from quartet.config import UserError
 from quartet.models.directories import (
-    Conversion,
     StoredTensor,
+    WeightConversion,
     conversions_to_load,
     format_names,
     meta_twin,
@@ -123,7 +123,7 @@ def _fill(
 
 
 def _parts(
-    conversion: Conversion,
+    conversion: WeightConversion,
     tensors: Mapping[str, Tensor],
     stored: Mapping[str, StoredTensor],
     twin: PreTrainedModel,
