@@ -114,17 +114,19 @@ def test_any_killed_process_ends_all(allocation: Allocation, tmp_path: Path) -> 
 
 SAVES = """
 import os, pathlib, signal, sys, time
+import ray
+from quartet.cluster import connect
 folder = pathlib.Path(sys.argv[1])
 assert not [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or "TORCHELASTIC" in name]
 
 def save(number, frame):
     signal.signal(number, signal.SIG_IGN)
-    import ray
-    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)  # still there, for the roles' weights
+    # Ray is still there, for the roles' weights.
     (folder / "saved").write_text(f"{signal.Signals(number).name} {len(ray.nodes())} nodes")
     os._exit(128 + number)
 
-signal.signal(signal.SIGTERM, save)
+connected = connect(log_to_driver=False)
+signal.signal(signal.SIGTERM, save)  # in the place of Ray's
 (folder / "runs").touch()
 time.sleep(600)
 """

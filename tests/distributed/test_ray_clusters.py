@@ -125,7 +125,7 @@ def test_what_others_hold_is_waited_for_and_named(spread: WorkerGroup) -> None:
         WorkerGroup(ResourcePool([1]), Scorer, start_timeout_s=1.0)
     ray.util.remove_placement_group(other)
     assert "was not granted within 1 s" in caught.value.problem
-    assert "0 CPU free of 2 CPU" in caught.value.found
+    assert "has 2 CPU; free in all: 0.9 CPU" in caught.value.found
 
 
 def test_a_second_back_end_shares_the_connection(spread: WorkerGroup, cluster: object) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,12 +30,13 @@ from torch import Tensor
 from quartet.cluster.errors import LostResult, WorkerFailure
 from quartet.cluster.group import connected
 from quartet.cluster.resource_pool import ClusterNode, ResourcePool, check_pool, pool_busy_error
-from quartet.cluster.worker import ProcessInfo, WorkerWrapper
+from quartet.cluster.worker import NUM_NODES, ProcessInfo, WorkerWrapper
 from quartet.config.errors import UserError
 from quartet.processes import ProcessReaper, descendant_processes
 
 NAMESPACE = "quartet"
 _CONNECT_S = 10.0
+_NODES_S, _POLL_S = 180.0, 0.2
 _REASON_LINES = 6
 
 
@@ -139,6 +141,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             if address and address != "local":
                 _join_cluster(address, log_to_driver)
+                _await_nodes(int(os.environ.get(NUM_NODES, "1")))
             else:
                 self._is_private = True
                 others = descendant_processes(os.getpid())
@@ -165,9 +168,9 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
 
     def nodes(self) -> list[ClusterNode]:
         """Returns the living machines, with what they have."""
-        free, own = ray._private.state.available_resources_per_node(), ray.get_runtime_context().get_node_id()
+        own = ray.get_runtime_context().get_node_id()
         return [
-            ClusterNode(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(key, {}), key, key == own)
+            ClusterNode(f"node {node['NodeManagerAddress']}", node["Resources"], key, key == own)
             for node in ray.nodes()
             if node["Alive"] and (key := node["NodeID"])
         ]
@@ -189,7 +192,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
             )
             if not reserved.wait(timeout_s):
                 remove_placement_group(reserved)
-                raise pool_busy_error(pool, self.nodes(), timeout_s)
+                raise pool_busy_error(pool, self.nodes(), ray.available_resources(), timeout_s)
         self._grants[pool] = reserved
 
     # Processes -------------------------------------------------------------------------------------------
@@ -320,6 +323,18 @@ def _join_cluster(address: str, log_to_driver: bool) -> None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver)
     except (ConnectionError, RuntimeError) as error:
         raise _unreachable(address, str(error).strip().splitlines()[0]) from error
+
+
+def _await_nodes(num_nodes: int) -> None:
+    deadline = time.monotonic() + _NODES_S
+    while (num := sum(node["Alive"] for node in ray.nodes())) < num_nodes:
+        if time.monotonic() > deadline:
+            raise UserError(
+                "the nodes of the allocation did not come together",
+                found=f"{num} of {num_nodes} have joined within {_NODES_S:g} s",
+                remedy="look at the output of the others; every node must reach the first one's ports",
+            )
+        time.sleep(_POLL_S)
 
 
 def _unreachable(address: str, why: str) -> UserError:

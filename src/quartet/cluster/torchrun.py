@@ -37,7 +37,7 @@ from typing import Any
 
 from torch import distributed
 
-from quartet.cluster.worker import LOOPBACK, free_port
+from quartet.cluster.worker import LOOPBACK, NUM_NODES, free_port
 from quartet.config.errors import UserError
 from quartet.processes import descendant_processes, die_with_parent, prepare_child, process_start_time, terminating
 
@@ -106,21 +106,14 @@ class RayNode:
                 remedy=f"see {self._folder}; arguments of `ray start` can be given in {RAY_ARGUMENTS}",
             )
 
-    def answers(self, num_nodes: int) -> bool:
-        """Tells whether the cluster is there, with so many living nodes."""
+    def answers(self) -> bool:
+        """Tells whether the cluster's first node is there."""
         host, _, port = self.cluster.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=1.0).close()
         except OSError:
             return False
-        return num_nodes == 0 or self._living() >= num_nodes
-
-    def _living(self) -> int:
-        import ray
-
-        nodes = ray._raylet.GcsClient(address=self.cluster).get_all_node_info(timeout=5.0)
-        alive = ray.core.generated.gcs_pb2.GcsNodeInfo.ALIVE
-        return sum(node.state == alive for node in nodes.values())
+        return True
 
     def stop(self, *, keep_logs: bool) -> None:
         """Ends exactly what was started: the process, and those that it says it has started."""
@@ -246,7 +239,7 @@ class _NodeAgent:
             cluster, token = json.loads(self._told("ray"))
         self.node = RayNode(cluster, address, token, is_head=launcher.rank == 0, least_cpus=launcher.local_world_size)
         if launcher.rank == 0:
-            self._await(partial(self.node.answers, 0))
+            self._await(self.node.answers)
             self.store.set("ray", json.dumps([cluster, token]))
 
     def _read(self, key: str) -> bytes | None:
@@ -257,10 +250,10 @@ class _NodeAgent:
         return bytes(self._await(partial(self._read, key), START_S))
 
     def _command(self, command: Sequence[str]) -> int:
-        """Runs it once all nodes are there."""
+        """Runs it; when it connects to Ray, it waits until all nodes are there."""
         assert self.node is not None
-        self._await(partial(self.node.answers, self.launcher.num_nodes), START_S)
-        environment = {**self.node.environment, "RAY_ADDRESS": self.node.cluster}
+        place = {"RAY_ADDRESS": self.node.cluster, NUM_NODES: str(self.launcher.num_nodes)}
+        environment = {**self.node.environment, **place}
         running = self._running = subprocess.Popen(list(command), env=environment, preexec_fn=prepare_child)
         try:
             status = int(self._await(running.poll))

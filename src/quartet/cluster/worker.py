@@ -25,6 +25,8 @@ _NUMBERS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, 
 T = TypeVar("T")
 PATHS = "QUARTET_PATHS"
 """Variable of one machine: where it has what the driver has elsewhere, ``/of/the/driver:/of/this/machine``."""
+NUM_NODES = "QUARTET_NUM_NODES"
+"""Variable of the driver in an allocation: how many machines join its cluster."""
 LOOPBACK = "127.0.0.1"
 
 

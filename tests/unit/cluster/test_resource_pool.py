@@ -10,7 +10,7 @@ from quartet.config.errors import UserError
 
 
 def cluster(*gpus: float) -> list[ClusterNode]:
-    return [ClusterNode(f"node {i}", {"CPU": 64.0, "GPU": n}, {"CPU": 64.0, "GPU": n}) for i, n in enumerate(gpus)]
+    return [ClusterNode(f"node {i}", {"CPU": 64.0, "GPU": n}) for i, n in enumerate(gpus)]
 
 
 def test_what_fits_is_granted() -> None:
@@ -41,8 +41,8 @@ def test_the_numbers_of_what_is_missing_are_named() -> None:
     with pytest.raises(UserError) as caught:
         check_pool(ResourcePool([8], gpus=1), cluster(4))
     assert caught.value.found == "each process needs 1 CPU and 1 GPU; node 0 has 64 CPU and 4 GPU"
-    error = pool_busy_error(ResourcePool([8]), [ClusterNode("node 0", {"CPU": 8.0}, {"CPU": 3.0})], 5)
-    assert "within 5 s" in error.problem and "3 CPU free of 8 CPU" in error.found
+    error = pool_busy_error(ResourcePool([8]), [ClusterNode("node 0", {"CPU": 8.0})], {"CPU": 3.0}, 5)
+    assert "within 5 s" in error.problem and "node 0 has 8 CPU; free in all: 3 CPU" in error.found
 
 
 @pytest.mark.parametrize("bad", [{"processes": []}, {"processes": [2, 0]}, {"gpus": -1.0}])
