@@ -73,6 +73,7 @@ from quartet.trainers.run_files import (
     pin_hub_names,
     recipe_job,
     software_versions,
+    untested_torch,
     write_cards,
     write_json,
     write_models,
@@ -224,6 +225,8 @@ class RunDirectory:
             self.warning(f"the process that ran it before {ENDED}: its status was still running")
         elif found is None and self._resume is True:
             self._tell(f"{self.path} holds nothing to resume: a new run starts")
+        if (remark := untested_torch()) is not None and remark not in self._info.get("remarks", ()):
+            self.warning(remark)
         self.remote.saved()
 
     def _release(self) -> None:

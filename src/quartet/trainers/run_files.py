@@ -57,6 +57,7 @@ from quartet.observe.files import (
 from quartet.remote.hub import pin_revision, split_name
 from quartet.text.loading import expand_local_path
 
+UNTESTED_TORCH = "2.14"
 FREE_KEYS = (
     "output_dir",
     "log",
@@ -398,6 +399,15 @@ def software_versions() -> dict[str, str]:
     package does not always name."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     return found | {package: version(package) for package in ("quartet-rl", "transformers")}
+
+
+def untested_torch() -> str | None:
+    """Returns the remark on a torch that is newer than those with which the tests were run."""
+    if torch.__version__ < UNTESTED_TORCH:
+        return None
+    return (
+        f"torch {torch.__version__} is newer than the versions that quartet-rl was tested with (below {UNTESTED_TORCH})"
+    )
 
 
 def write_json(path: Path, value: object) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
@@ -27,6 +28,7 @@ from quartet.schedule.role_group import LocalGroup
 from quartet.text.loading import expand_local_path
 from quartet.trainers.checkpoints import check_storage
 from quartet.trainers.run import Interrupted, RunDirectory
+from quartet.trainers.run_files import UNTESTED_TORCH
 from saved_states import save, saved
 
 RECIPE = SFTRecipe(log=LogConfig(tensorboard=False), steps=4)
@@ -350,6 +352,18 @@ def test_a_run_whose_process_ended_without_a_word_says_so(tmp_path: Path) -> Non
     assert ENDED in json.loads((path / "run.json").read_text())["remarks"][-1]
     (path / ".lock").unlink()
     assert run_status(path, info) == "running", "nobody can know"
+
+
+def test_a_torch_newer_than_the_tested_ones_is_warned_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f'"torch>=2.11,<{UNTESTED_TORCH}"' in (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    for version, num_remarks in (("2.13.1+cpu", 0), ("2.14.0", 1), ("2.14.0", 1), ("2.15.1+cu130", 2)):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        with RunDirectory(tmp_path / "run", RECIPE, resume="auto"):
+            remarks = json.loads((tmp_path / "run" / "run.json").read_text()).get("remarks", [])
+        assert len(remarks) == num_remarks
+        assert not remarks or remarks[-1].startswith(f"torch {version} is newer than")
 
 
 def test_a_full_disk_becomes_a_message_and_the_lock_is_given_back(tmp_path: Path) -> None:
