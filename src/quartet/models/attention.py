@@ -436,7 +436,7 @@ class NoContextError(RuntimeError):
     """A held model was called directly, or keeps keyword arguments from its attention layers."""
 
 
-def _attention(
+def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -467,7 +467,7 @@ def _attention(
     return out.transpose(1, 2), None
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, packed_attention)
 
 
 def install_attention(model: PreTrainedModel) -> None:

@@ -76,10 +76,10 @@ class AdaptedLayer:
         return merged.to(weight.dtype)
 
     def take_out(self) -> None:
-        self.parent._modules[self.name] = self.base
+        setattr(self.parent, self.name, self.base)
 
     def put_in(self) -> None:
-        self.parent._modules[self.name] = self.adapted
+        setattr(self.parent, self.name, self.adapted)
 
 
 class Adapters:
@@ -168,14 +168,14 @@ class Adapters:
             RuntimeError: the adapters are out already.
         """
         with self.out():
-            own = [layer.base._parameters["weight"] for layer in self.layers]
+            own = [layer.base.weight for layer in self.layers]
             try:
                 for layer in self.layers:
-                    layer.base._parameters["weight"] = nn.Parameter(layer.merged_weight(), requires_grad=False)
+                    layer.base.weight = nn.Parameter(layer.merged_weight(), requires_grad=False)
                 yield
             finally:
                 for layer, weight in zip(self.layers, own, strict=True):
-                    layer.base._parameters["weight"] = weight
+                    layer.base.weight = weight
 
     @torch.no_grad()
     def fold(self) -> None:

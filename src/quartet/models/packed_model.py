@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from quartet.config import UserError
@@ -227,8 +226,8 @@ class PackedModel:
         """Returns what autocast to bf16 rounds before every use: weights of linear layers that nothing else uses."""
         linear = [module for module in self.model.modules() if type(module) in (nn.Linear, Conv1D)]
         others = (m for m in self.model.modules() if type(m) not in (nn.Linear, Conv1D) or m is self._head_in_full)
-        kept = {parameter for module in others for parameter in module._parameters.values()}
-        return {p for module in linear for p in module._parameters.values() if p is not None} - kept
+        kept = {parameter for module in others for parameter in module.parameters(recurse=False)}
+        return {p for module in linear for p in module.parameters(recurse=False)} - kept
 
     def unfuse(self) -> None:
         """Lets normalisation and rotary embedding run as the model has them from now on: a compiler sees
@@ -502,25 +501,25 @@ class CompiledLayers:
             )
         packed.unfuse()
         # For all models of the process.
-        function = ALL_ATTENTION_FUNCTIONS[attention.NAME]
-        if not getattr(function, "_torchdynamo_disable", False):
-            AttentionInterface.register(attention.NAME, torch.compiler.disable(function))
+        AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
         torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, _MIN_VARIANTS)
         self._calls = []
         for layer in self._layers:
             # On a GPU torch would otherwise time several forms of a kernel and keep the fastest.
-            options = {"deterministic": True} if backend == "inductor" else None
-            layer.compile(dynamic=True, backend=backend, options=options)
-            self._calls.append(layer._compiled_call_impl)
-            layer._compiled_call_impl = None
+            options: Any = {"deterministic": True} if backend == "inductor" else None
+            self._calls.append(torch.compile(layer.forward, dynamic=True, backend=backend, options=options))
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Runs the model's compiled layers in the ``with`` block."""
+        # Recomputation has put a forward on each instance.
+        own = [vars(layer).get("forward") for layer in self._layers]
         for layer, call in zip(self._layers, self._calls, strict=True):
-            layer._compiled_call_impl = call
+            layer.forward = call
         try:
             yield
         finally:
-            for layer in self._layers:
-                layer._compiled_call_impl = None
+            for layer, forward in zip(self._layers, own, strict=True):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward

@@ -170,11 +170,15 @@ def _stable_positions(config: PreTrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+_BOUNDED = "quartet_has_bounded_positions"
+
+
 def _bound_positions(packed: PackedModel) -> None:
     if _stable_positions(packed.model.config.get_text_config()) is None:
         return
-    # Copies of a model bring their hooks with them.
-    if _refuse_unstable not in packed.body._forward_pre_hooks.values():
+    # Copies of a model bring their hooks with them, and this mark.
+    if not getattr(packed.body, _BOUNDED, False):
+        setattr(packed.body, _BOUNDED, True)
         packed.body.register_forward_pre_hook(_refuse_unstable, with_kwargs=True)
 
 

@@ -103,9 +103,9 @@ def end_thread_pool() -> None:
 
 @cache
 def _pause() -> Callable[[int], int] | None:
-    import torch  # late: what ``yield_cores_while_waiting`` sets is read when it is loaded
+    import torch  # noqa: F401 - late: what ``yield_cores_while_waiting`` sets is read when it is loaded
 
-    runtime = ctypes.CDLL(torch._C.__file__)  # looks through the libraries that torch was linked with
+    runtime = ctypes.CDLL(None)  # looks through what is loaded for all: torch loads its runtime so
     if hasattr(runtime, "__kmpc_fork_call"):  # Intel's and LLVM's
         return None
     found: Callable[[int], int] | None = getattr(runtime, "omp_pause_resource_all", None)  # OpenMP 5.0

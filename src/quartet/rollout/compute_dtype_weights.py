@@ -142,10 +142,11 @@ class ConvertedWeight(WeightCopy):
         super().__init__([module], [source], [form])
 
     def put_in(self) -> None:
-        self._module._parameters[self._name] = self.tensors[0]  # type: ignore[assignment]
+        assert self.tensors[0] is not None
+        setattr(self._module, self._name, nn.Parameter(self.tensors[0], requires_grad=False))
 
     def take_out(self) -> None:
-        self._module._parameters[self._name] = self._sources[0].parameter  # type: ignore[assignment]
+        setattr(self._module, self._name, self._sources[0].parameter)
 
 
 # Of a whole model -----------------------------------------------------------------------------------------
@@ -255,11 +256,11 @@ def convert_parameters(
         done: modules that have copies already.
         in_place: as for ``ComputeWeights``.
     """
-    uses = Counter(p for m in packed.model.modules() for p in m._parameters.values() if p is not None)
+    uses = Counter(p for m in packed.model.modules() for p in m.parameters(recurse=False))
     factors = {id(factor) for layer in adapted.values() for factor in layer.factors}
     for module in packed.model.modules():
-        for name, parameter in module._parameters.items() if module not in done else ():
-            if parameter is None or id(parameter) in factors:
+        for name, parameter in module.named_parameters(recurse=False) if module not in done else ():
+            if id(parameter) in factors:
                 continue
             merged_by = adapted.get(module) if name == "weight" else None
             form = form_of(module, parameter)

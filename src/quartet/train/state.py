@@ -12,14 +12,13 @@ The names are those that ``torch.distributed.checkpoint`` gives the same tensors
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from quartet.config import UserError
 from quartet.models.memory import storage_bytes, view_like
@@ -150,10 +149,26 @@ def copy_to_host(value: Any) -> Any:
             storages[place] = torch.empty(source.nbytes(), dtype=torch.uint8).copy_(storage_bytes(source))
         return with_local(leaf, view_like(here, storages[place]))
 
-    return tree_map(copied, value)
+    return _mapped(copied, value)
 
 
 def state_bytes(value: Any) -> int:
     """Counts the bytes that ``copy_to_host`` takes."""
-    storages = [local(leaf).untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return sum({(source.device, source.data_ptr()): source.nbytes() for source in storages}.values())
+    storages: dict[tuple[torch.device, int], int] = {}
+
+    def measured(leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            source = local(leaf).untyped_storage()
+            storages[source.device, source.data_ptr()] = source.nbytes()
+
+    _mapped(measured, value)
+    return sum(storages.values())
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies the function to all that is no dict, list or tuple."""
+    if isinstance(value, dict):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(function, item) for item in value)
+    return function(value)

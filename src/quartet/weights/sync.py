@@ -277,9 +277,8 @@ class _Group:
         self._backend: Any
         try:
             if device.type == "cuda":
-                options = c10d.ProcessGroupNCCL.Options()
-                options._timeout = _LONG
-                self._backend = c10d.ProcessGroupNCCL(store, rank, size, options)
+                # Torch's stubs leave this signature out.
+                self._backend = c10d.ProcessGroupNCCL(store, rank, size, _LONG)  # type: ignore[arg-type]
             else:
                 # Its threads end with the broadcast they are in, so its limit is little later than ours, which says
                 # which end is behind.
