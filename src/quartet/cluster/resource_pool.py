@@ -90,7 +90,9 @@ def check_pool(pool: ResourcePool, nodes: Sequence[ClusterNode]) -> None:
         )
 
 
-def pool_busy_error(pool: ResourcePool, nodes: Sequence[ClusterNode], free: Mapping[str, float], waited_s: float) -> UserError:
+def pool_busy_error(
+    pool: ResourcePool, nodes: Sequence[ClusterNode], free: Mapping[str, float], waited_s: float
+) -> UserError:
     """Makes the error for a pool that could be granted, were others not holding what it needs.
 
     Args:
