@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from hub_server import Hub
-from quartet.cli.main import app
+from quartet.cli.main import add_plugins, app
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig
 from quartet.config.common import LoRAConfig, ModelConfig, OptimConfig, TrainConfig
@@ -34,6 +34,8 @@ from quartet.text.loading import resolve_model_directory
 from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.supervised import SFTTrainer
+
+add_plugins()
 
 COMMON: dict[str, Any] = {
     "threads": 1,
