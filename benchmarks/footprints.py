@@ -364,7 +364,7 @@ def build(path: str, sizes: Sizes) -> Any:
     from quartet.config.common import OptimConfig, TrainConfig
     from quartet.models.loading import load_causal_lm, packed_causal_lm
     from quartet.train.engine import TrainEngine
-    from quartet.train.parallel.fsdp import shard_model
+    from quartet.train.parallel.data import shard_model
     from quartet.train.parallel.loading import load_shares
     from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
