@@ -1,6 +1,6 @@
 """Data ranks: copies of a packed model, each held by the ranks of a mesh among which torch's FSDP2 shares weights out.
 
-Where a rank holds all of a model, or of what its tensor ranks cut, it computes as one process does. Otherwise every
+Where a rank holds all of a model, or of what its tensor ranks cut, it computes as one process does. Otherwise, every
 decoder layer is gathered when it is called and given up again behind its pass; what is around the layers (embeddings,
 the last norm, the head) belongs to a root that is called once per pack: hidden states and head within one call, since
 FSDP's hooks are those of the module that is called. Each backward leaves sums over the ranks of a copy in the shards;
@@ -10,7 +10,8 @@ batch.
 **Precision.** Under bf16 autocast every linear layer would round its fp32 weight by itself and keep the rounded copy
 for the backward: a whole model in bf16 on every rank. So FSDP gathers these weights rounded, which are the same bits,
 and frees them after each layer. What autocast leaves in fp32 (norms, embeddings, a scalar head) is gathered in fp32
-by groups of its own. Autocast stays on and finds nothing to round in weights. Gradients are summed in fp32.
+by groups of its own. Autocast stays on and finds nothing to round in weights. Gradients are summed in fp32. For the
+same memory a rank that trains in bf16 gathers layers from itself alone, where it holds all of a model.
 """
 
 from __future__ import annotations
@@ -165,8 +166,9 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     if found is not None:
         return found
     check_cut(packed, context=mesh.context, tensor=mesh.tensor)
-    trains = any(p.requires_grad for p in packed.model.parameters())
-    if packed.precision == "bf16" and trains and packed.adapters is not None:
+    in_halves = packed.precision == "bf16" and any(p.requires_grad for p in packed.model.parameters())
+    rounds = in_halves and packed.adapters is None
+    if in_halves and not rounds:
         packed.round_frozen()
     whole_weights = list(packed.model.parameters())
     former = None if any(p.is_meta for p in whole_weights) else fingerprint(whole_weights)
@@ -178,12 +180,13 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     if tensor is not None:
         parallelize_layers(packed, mesh.device_mesh[TENSOR], tensor)
     root = ShardedModel(packed, mesh, groups, former_weights=former, stays_on_host=on_host)
-    if mesh.num_parts > 1 or on_host:
-        _share_out(packed, root, rounds=trains and packed.precision == "bf16" and packed.adapters is None)
+    if mesh.num_parts > 1 or on_host or rounds:
+        _share_out(packed, root, rounds=rounds)
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()
     packed.one_call = root
-    packed.gather = GatherFunctions(is_first=mesh.data.rank == 0, whole=gather)
+    whole = gather if mesh.data.rank < mesh.copy.size else lambda tensor: None
+    packed.gather = GatherFunctions(is_first=mesh.data.rank == 0, whole=whole)
     return root
 
 
