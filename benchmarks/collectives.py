@@ -19,7 +19,8 @@ from common import arguments, markdown, write_results
 from torch import Tensor
 
 from quartet.cluster.worker import free_port
-from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter
+from quartet.models.work import WorkCounter
+from quartet.train.parallel.messages import AllGather, ReduceScatter
 
 Seconds = dict[str, list[tuple[float, float]]]
 
@@ -31,7 +32,8 @@ def rank_process(rank: int, world: int, port: int, num_numbers: int, repeats: in
     group = dist.group.WORLD
     assert group is not None
     whole, part = torch.ones(num_numbers), torch.ones(num_numbers // world)
-    gather, add = DirectAllGather(), OrderedReduceScatter()
+    work = WorkCounter()
+    gather, add = AllGather(work, direct=True), ReduceScatter(work, direct=True)
     ways: dict[str, Callable[[], object]] = {
         "gather, gloo": lambda: dist.all_gather_single(whole, part),
         "gather, messages": lambda: gather(whole, part, group),

@@ -45,7 +45,7 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.train.engine import LossTerm, TrainEngine
 from quartet.train.metrics import MetricSums
 from quartet.train.objectives import PolicyObjective
-from quartet.train.parallel import collectives, pass_group
+from quartet.train.parallel import messages
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
 ALONE, ALL_REDUCE = "one process", "all_reduce"
@@ -114,8 +114,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds = Counter[str]()
-        for module in (collectives, pass_group):
-            module.swap = self._timed("exchanged", module.swap)
+        messages.swap = self._timed("exchanged", messages.swap)
 
     def _timed(self, kind: str, function: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: Any) -> None:

@@ -158,7 +158,8 @@ def training(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float
     weights, around, layer = shape.weights(scalar=scalar), shape.around(scalar=scalar), shape.layer
     head = 0 if scalar else shape.embedding
     every, again = kept_per_token(shape, how)
-    cut = how.ranks > 1  # FSDP copies what it gathers, from one rank, too
+    # FSDP copies what it gathers, from one rank, too; under bf16 tensor ranks alone gather so, for rounded weights.
+    cut = how.parts > 1 or (how.bf16 and how.tensor > 1)
     # A gathered layer, and the next one: each with the buffer that it is copied from. What is around the layers stays.
     gathered = 4 * around + 4 * how.width * layer if cut else (2 * (weights - around) if how.bf16 else 0)
     # Of a layer: as autograd leaves them, laid out to be sent in fp32, and where order counts the addends.
@@ -190,7 +191,7 @@ def scoring(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float]
     activations the residual stream, a sum, and three of the inner width are there at a time."""
     around = 4 * shape.embedding + (0 if scalar or shape.tied else how.width * shape.embedding)
     weights = how.width * shape.layers * shape.layer + around
-    gathered = around + 4 * how.width * shape.layer if how.ranks > 1 else 0
+    gathered = around + 4 * how.width * shape.layer if how.parts > 1 else 0
     logits = 0 if scalar else min(how.chunk, how.tokens) * shape.vocab * how.width
     per_token = (8 * shape.hidden + 3 * how.width * shape.inner) / (how.context * how.tensor)
     return {
@@ -364,7 +365,7 @@ def build(path: str, sizes: Sizes) -> Any:
     from quartet.config.common import OptimConfig, TrainConfig
     from quartet.models.loading import load_causal_lm, packed_causal_lm
     from quartet.train.engine import TrainEngine
-    from quartet.train.parallel.fsdp import shard_model
+    from quartet.train.parallel.data import shard_model
     from quartet.train.parallel.loading import load_shares
     from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 

@@ -57,7 +57,7 @@ def formula(model: Shape, sizes: Sizes, tokens: int, rows: int, *, recompute: bo
     found["all-gather"] += 4 * tensor * (parts - 1) * (2 * layers * layer + around)
     found["reduce-scatter"] += 4 * tensor * (parts - 1) * (layers * layer + around)
     # Norms, which all tensor ranks have.
-    found["all-reduce"] += 4 * tensor * others * (2 * layers + 1) * d
+    found["all-reduce"] += 8 * others * (2 * layers + 1) * d
     return {kind: found[kind] for kind in KINDS}
 
 

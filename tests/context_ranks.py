@@ -21,7 +21,7 @@ from quartet.observe.memory import held_bytes, peak_resident_bytes
 from quartet.train.forward import ForwardNeeds, ForwardOutputs, forward_packed
 from quartet.train.parallel.context import ModelParallel
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
-from quartet.train.parallel.pass_group import PassGroup
+from quartet.train.parallel.messages import PassGroup
 from tolerances import in_dtype
 
 VOCAB = 31
@@ -139,8 +139,7 @@ def run_pass(case: PassCase) -> dict[str, Any]:
     context = None
     if case.context > 1:
         mesh = mesh_of(case.context)
-        assert mesh.context_group is not None
-        context = PassGroup(mesh.context_group, packed.work)
+        context = PassGroup(mesh.groups["context"], packed.work)
         packed.parallel = ModelParallel.of(packed, tensor=None, context=context)
     with torch.no_grad():
         outputs = forward_packed(packed, batch, needs, 7, share=case.share)
@@ -151,7 +150,7 @@ def run_pass(case: PassCase) -> dict[str, Any]:
     for name, parameter in packed.model.named_parameters():
         assert parameter.grad is not None, name
         if context is not None:
-            dist.all_reduce(parameter.grad, group=mesh.context_group)
+            dist.all_reduce(parameter.grad, group=mesh.groups["context"])
         gradients[name] = parameter.grad
     return {
         "outputs": outputs.fields(),
@@ -175,8 +174,7 @@ def peak_bytes(context: int, num_tokens: int) -> int:
     group = None
     if context > 1:
         mesh = mesh_of(context)
-        assert mesh.context_group is not None
-        group = PassGroup(mesh.context_group, packed.work)
+        group = PassGroup(mesh.groups["context"], packed.work)
         packed.parallel = ModelParallel.of(packed, tensor=None, context=group)
     found = 0
     for length in (16, num_tokens):

@@ -17,8 +17,9 @@ from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import LossTerm, TrainEngine
 from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import SFTObjective
-from quartet.train.parallel.fsdp import shard_model, sharded
+from quartet.train.parallel.data import shard_model, sharded
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
+from quartet.train.parallel.tensors import local
 from sharded_ranks import Case, full, make_batch, make_engine, make_model, policy
 
 ODD = 1
@@ -78,7 +79,7 @@ def begun_differently(mesh: Mesh) -> dict[str, tuple[str, bool]]:
         engine = TrainEngine(PackedCausalLM(model), config, total_steps=10, mesh=mesh)
         if what == "part of the weights" and mesh.shard == 1 and is_odd:
             with torch.no_grad():
-                model.lm_head.weight.to_local()[0, 0] += 1e-9
+                local(model.lm_head.weight)[0, 0] += 1e-9
         engine.num_updates = int(what == "updates" and is_odd)
         data = batch.select(range(1, 10)) if what == "batch" and is_odd else batch
         also = [LossTerm(batch, SFTObjective("loss/ptx"))] if what == "terms" and is_odd else []
@@ -97,10 +98,10 @@ def come_apart(mesh: Mesh) -> str:
     assert root is not None
     summed = root.sum_gradients
 
-    def altered(present: Any) -> None:
-        summed(present)
+    def altered() -> None:
+        summed()
         for parameter in root.model.parameters():
-            parameter.grad.to_local().mul_(1.5)
+            local(parameter.grad).mul_(1.5)
 
     if mesh.data.rank == ODD and mesh.shard == 1:
         root.sum_gradients = altered

@@ -46,7 +46,7 @@ from quartet.train.engine import TrainEngine
 from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import SFTObjective
 from quartet.train.offload import MappedFileStore, Offload
-from quartet.train.parallel.fsdp import shard_model
+from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.tensors import local, write_part

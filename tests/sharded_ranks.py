@@ -22,6 +22,7 @@ from quartet.extras.speculation.head_trainer import Companion, CompanionWorker
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
+from quartet.models.work import WorkCounter
 from quartet.schedule.model_worker import UpdateSpec
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import (
@@ -32,8 +33,8 @@ from quartet.train.objectives import (
     SFTObjective,
     ValueObjective,
 )
-from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
+from quartet.train.parallel.messages import AllGather, PassGroup, ReduceScatter
 from tolerances import in_dtype
 
 VOCAB = 31
@@ -308,7 +309,7 @@ def passes_of_two_ranks(batches: Any, budget: int, *, num_ranks: int, **options:
 def summed_in_order() -> list[tuple[Tensor, Tensor]]:
     """Sums over all ranks by each of our collectives, and the same addends added here from the left."""
     mesh = Mesh.of(DataParallelGroup.of_world(), shard=dist.get_world_size(), fixed_order=True)
-    world, group = mesh.shard, mesh.group("shard")
+    world, group, work = mesh.shard, mesh.groups["shard"], WorkCounter()
 
     def addend(rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(rank)
@@ -319,9 +320,9 @@ def summed_in_order() -> list[tuple[Tensor, Tensor]]:
     for rank in range(1, world):
         expected = expected + addend(rank)
     whole, part = addend(mesh.place), torch.empty(8)
-    OrderedReduceScatter()(part, whole, group, dist.ReduceOp.SUM)
-    sum_in_order(whole, group)
+    ReduceScatter(work, direct=True)(part, whole, group, dist.ReduceOp.SUM)
+    PassGroup(group, work).sum_up(whole, in_order=True)
     gathered = torch.zeros(8 * world)
     own = gathered.chunk(world)[mesh.place].copy_(part)
-    DirectAllGather()(gathered, own, group)
+    AllGather(work, direct=True)(gathered, own, group)
     return [(whole, expected), (part, expected.chunk(world)[mesh.place]), (gathered, expected)]

@@ -16,8 +16,8 @@ from architectures import build
 from quartet.config.common import LoRAConfig
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.train.forward import ForwardNeeds, forward_packed, idle_pass
-from quartet.train.parallel.fsdp import shard_model
+from quartet.train.forward import ForwardNeeds, forward_packed
+from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
 
@@ -94,9 +94,9 @@ def run_pass(case: TensorCase) -> dict[str, Any]:
         forward()
         train()
     else:
-        root.make_passes([forward], lambda: None, with_gradients=False)
-        root.make_passes([train], lambda: idle_pass(packed, needs, 7), with_gradients=True)
-        root.sum_gradients(frozenset(root.present))
+        root.make_passes([forward])
+        root.make_passes([train])
+        root.sum_gradients()
     return {
         "outputs": outputs[0].fields(),
         "with_gradient": {name: values.detach() for name, values in outputs[1].fields().items()},

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 import preload
 from quartet.cli.main import main
 from quartet.cluster.torchrun import TorchrunRank, run_under_torchrun
-from quartet.train.parallel.fsdp import ShardedModel
+from quartet.train.parallel.data import ShardedModel
 
 for module in preload.MODULES:
     importlib.import_module(module)
@@ -77,12 +77,12 @@ def torchrun(
 def _fail_in(update: int, no_memory: bool) -> None:
     make_passes, seen = ShardedModel.make_passes, itertools.count(1)
 
-    def counted(*args: Any, with_gradients: bool) -> None:
-        if with_gradients and next(seen) == update:
+    def counted(*args: Any) -> None:
+        if torch.is_grad_enabled() and next(seen) == update:
             if no_memory:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             os.kill(os.getpid(), signal.SIGKILL)
-        make_passes(*args, with_gradients=with_gradients)
+        make_passes(*args)
 
     ShardedModel.make_passes = counted  # type: ignore[method-assign]
 

@@ -25,7 +25,7 @@ from quartet.cluster.worker import free_port
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.engine import TrainEngine
-from quartet.train.parallel.fsdp import shard_model
+from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
@@ -125,7 +125,7 @@ def measure(name: str, kind: str, *, processes: int, sizes: Sizes, smoke: bool, 
     """
     context, port = multiprocessing.get_context("forkserver"), free_port()
     # Ranks of all meshes are forked from one process that has imported these and has no threads or device.
-    context.set_forkserver_preload(["quartet.train.engine", "quartet.train.parallel.fsdp", MODELING])
+    context.set_forkserver_preload(["quartet.train.engine", "quartet.train.parallel.data", MODELING])
     ranks, pipes = [], []
     for rank in range(processes):
         ours, theirs = context.Pipe(duplex=False)

@@ -455,7 +455,7 @@ class ShareWriter:
 
 def rank_share(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Returns what ``rank`` writes: of sharded tensors what it is the first to hold, and rank 0 everything else."""
-    return {n: v for n, v in state.items() if (is_first_holder(v) if isinstance(v, DTensor) else rank == 0)}
+    return {n: v for n, v in state.items() if is_first_holder(v, rank)}
 
 
 def _write(directory: Path, state: Mapping[str, Any], rank: int) -> dict[str, FileDigest]:

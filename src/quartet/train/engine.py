@@ -32,14 +32,13 @@ from quartet.train.forward import (
     count_useful_work,
     forward_only,
     forward_packed,
-    idle_pass,
+    idle_batch,
     shares_prefixes,
 )
 from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Offload, OffloadPart, OffloadStore
+from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.exchange import RankExchange
-from quartet.train.parallel.fsdp import shard_model
-from quartet.train.parallel.gradients import clip_sharded_gradients
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.parallel.tensors import local
 from quartet.train.state import (
@@ -283,7 +282,7 @@ class TrainEngine(Generic[Model]):
         if self._exchange is None:
             grad_norm = clip_gradients(parameters, max_norm)
         else:
-            grad_norm = clip_sharded_gradients(parameters, max_norm, self._exchange.total_norm)
+            grad_norm = self._exchange.clip_gradients(parameters, max_norm)
         finite = math.isfinite(grad_norm)
         if finite and not rehearsal:
             for group in self.optimizer.param_groups:
@@ -318,35 +317,34 @@ class TrainEngine(Generic[Model]):
         self.optimizer.zero_grad(set_to_none=True)
         sums = MetricSums()
         passes = [
-            partial(self._backward_part, term, indices, of_batch, sums) if indices else None
+            partial(self._backward_part, term, indices, of_batch, sums)
             for term, parts, of_batch in zip(terms, plans, denominators, strict=True)
             for indices in parts
         ]
-        if self._root is None:
-            for one_pass in filter(None, passes):
-                one_pass()
+        if self._root is not None:
+            self._root.make_passes(passes)
         else:
-            idle = partial(self._idle_part, terms[0].objective.needs)
-            self._root.make_passes(passes, idle, with_gradients=True)
+            for one_pass in passes:
+                one_pass()
         return sums
 
     def _backward_part(self, term: LossTerm, indices: Sequence[int], denominators: Any, sums: MetricSums) -> None:
-        """Computes the gradients of one micro-batch; apart, so that nothing of one lives on in the next."""
-        config, objective, root, batch = self.config, term.objective, self._root, term.batch.select(indices)
+        """Computes the gradients of one micro-batch; apart, so that nothing of one lives on in the next. An empty one,
+        beside other ranks' sequences, weighs nothing.
+        """
+        config, objective = self.config, term.objective
+        batch = term.batch.select(indices) if indices else idle_batch(objective.needs)
         # The backward within, too: with activation checkpointing it computes layers again.
         with self._compiled():
             outputs = forward_packed(
                 self.packed, batch, objective.needs, config.logprob_chunk, share=config.share_prefixes
             )
-            loss = objective.loss(outputs, batch.to(self.packed.device), denominators, sums) * term.weight
-            if root is not None and not loss.requires_grad:
+            if indices:
+                loss = objective.loss(outputs, batch.to(self.packed.device), denominators, sums) * term.weight
+            if not indices or (self._root is not None and not loss.requires_grad):
                 loss = outputs.nothing()
             if loss.requires_grad:
                 loss.backward()
-
-    def _idle_part(self, needs: ForwardNeeds) -> None:
-        with self._compiled():
-            idle_pass(self.packed, needs, self.config.logprob_chunk).nothing().backward()
 
     @torch.no_grad()
     def flip_bits(self) -> None:

@@ -5,7 +5,7 @@ Shapes: T stored tokens, S sequences, P packed tokens, M selected rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,8 @@ from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScala
 from quartet.models.packing import pack
 from quartet.models.work import attended_pairs
 from quartet.train.parallel.context import ALONE, ModelParallel, RowRead
+from quartet.train.parallel.data import sharded
 from quartet.train.parallel.exchange import RankExchange
-from quartet.train.parallel.fsdp import sharded
 from quartet.train.token_budget import TokenBudget
 
 
@@ -136,23 +136,19 @@ def _columns(
     batch of its own or an empty one, peers with the same.
     """
     found: Columns = ({}, {})
-    passes: list[Callable[[], None] | None] = [
-        partial(_add_part, found, packed, batch, indices, needs, logprob_chunk, share) for indices in parts
-    ]
     root, exchange = sharded(packed), _exchange(packed)
-    if root is None:
-        for one_pass in filter(None, passes):
+    num_passes = len(parts) if exchange is None else exchange.most_passes(len(parts))
+    if root is not None:
+        num_passes = max(num_passes, 1)  # the columns of an empty batch
+    passes = [
+        partial(_add_part, found, packed, batch, indices, needs, logprob_chunk, share)
+        for indices in [*parts, *[[]] * (num_passes - len(parts))]
+    ]
+    if root is not None:
+        root.make_passes(passes)
+    else:
+        for one_pass in passes:
             one_pass()
-        return found
-
-    def idle() -> None:
-        for name, values in idle_pass(packed, needs, logprob_chunk).fields().items():
-            fields, size = (found[1], len(batch)) if name == "scores" else (found[0], batch.num_tokens)
-            fields.setdefault(name, values.new_zeros(size, *values.shape[1:]))
-
-    if exchange is not None:
-        passes += [None] * (exchange.most_passes(len(parts)) - len(passes))
-    root.make_passes(passes or [None], idle, with_gradients=False)
     return found
 
 
@@ -171,24 +167,24 @@ def _add_part(
     logprob_chunk: int,
     share: bool,
 ) -> None:
-    """Computes one micro-batch; apart, so that nothing of one lives on in the next."""
-    part = batch.select(indices)
+    """Computes one micro-batch; apart, so that nothing of one lives on in the next. An empty one adds nothing."""
+    part = batch.select(indices) if indices else idle_batch(needs)
     outputs = forward_packed(packed, part, needs, logprob_chunk, share=share)
     home = to_device_async(leaf_rows(batch, indices), packed.device)
-    here = to_device_async(leaf_rows(part, range(len(part))), packed.device)
+    here = to_device_async(leaf_rows(part, range(len(indices))), packed.device)
     token, sequence = found
     for name, values in outputs.fields().items():
         if name == "scores":
             target = sequence.setdefault(name, values.new_zeros(len(batch)))
-            target[to_device_async(torch.tensor(indices), packed.device)] = values
+            target[to_device_async(torch.tensor(indices, dtype=torch.long), packed.device)] = values[: len(indices)]
         else:
             token.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[home] = values[here]
 
 
-def idle_pass(packed: PackedModel, needs: ForwardNeeds, logprob_chunk: int) -> ForwardOutputs:
-    """Makes a pass over two tokens, for a rank that has nothing to compute while others have."""
+def idle_batch(needs: ForwardNeeds) -> RaggedBatch:
+    """Makes two tokens for a pass that weighs nothing, of a rank that has no sequences left while others have."""
     mask = {needs.mask: torch.tensor([False, True])}
-    return forward_packed(packed, RaggedBatch.from_sequences([[0, 0]], ["idle"], token=mask), needs, logprob_chunk)
+    return RaggedBatch.from_sequences([[0, 0]], ["idle"], token=mask)
 
 
 def shares_prefixes(packed: PackedModel, asked: bool) -> bool:
@@ -282,4 +278,4 @@ def leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:
     """Returns the tokens of the sequences' own segments, one after the other."""
     offsets = batch.segment_offsets
     spans = [(offsets[k], offsets[k + 1]) for k in (batch.leaves[s] for s in indices)]
-    return torch.cat([torch.arange(a, b, device=batch.device) for a, b in spans])
+    return torch.cat([torch.arange(a, b, device=batch.device) for a, b in [(0, 0), *spans]])

@@ -6,7 +6,8 @@ stay the same, with their version counters, and only ``.data`` changes: optimize
 tensors it is this rank's shards that move, each rank by itself.
 
 A tensor that is away lies in host memory of a store, and its ``.data`` is that memory. So states, checkpoints and
-weight syncs read and write it there like any other tensor; only computing with it is refused.
+weight syncs read and write it there like any other tensor; only computing with it is refused. The storage that torch
+gathers a shard from stays the same one: it is emptied, and filled again.
 
 All copies are made before the first tensor is pointed elsewhere: an error leaves everything as it was.
 
@@ -31,14 +32,14 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quartet.config import UserError
 from quartet.models.memory import ALIGNMENT, storage_bytes, view_like
 from quartet.models.packed_model import PackedModel
 from quartet.observe.memory import held_bytes
-from quartet.train.parallel.fsdp import free_gathered, gathered_from, sharded
+from quartet.train.parallel.data import sharded
+from quartet.train.parallel.tensors import inner_tensor
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every device."""
@@ -176,10 +177,12 @@ class _Home:
     Args:
         memory: ``uint8 [n]``.
         copied_to: the storage on the device that was filled from here, and the versions of its tensors then.
+        emptied: the storage on the device that is filled from here, where it must be the same.
     """
 
     memory: Tensor
     copied_to: tuple[StorageWeakRef, tuple[int, ...]] | None = None
+    emptied: torch.UntypedStorage | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,11 +194,13 @@ class _Piece:
     tensors: list[Tensor]
     is_frozen: bool
     """Whether whatever writes here counts versions up. Fused optimizers and running statistics do not."""
+    is_gathered: bool
+    """Whether torch gathers from this very storage."""
 
     @property
     def key(self) -> int:
         """Identity of the storage that the tensors were found in."""
-        return int(self.storage._cdata)
+        return self.storage.data_ptr()
 
     @property
     def num_bytes(self) -> int:
@@ -226,9 +231,9 @@ class Offload:
         self.device = packed.device
         self._away: set[OffloadPart] = set()
         self._homes: dict[str, _Home] = {}
-        root = sharded(packed)
+        self._root = sharded(packed)
         # The root of a sharded model, too: before it gathers anything.
-        self._guarded: list[nn.Module] = [packed.body, *([] if root is None else [root])]
+        self._guarded: list[nn.Module] = [packed.body, *([] if self._root is None else [self._root])]
         self._hooks = [module.register_forward_pre_hook(_refuse, prepend=True) for module in self._guarded]
 
     def offload(self, parts: Parts = PARTS) -> MoveResult:
@@ -284,7 +289,8 @@ class Offload:
     def _move(self, parts: Parts, *, away: bool) -> MoveResult:
         chosen = _checked(parts)
         self._check_switch()
-        free_gathered(self.packed)
+        if self._root is not None:
+            self._root.free_gathered()
         started_s, before_bytes = time.perf_counter(), held_bytes(self.device)
         # What the device held is free as soon as this returns, and nothing here refers to it.
         num_bytes = self._point_elsewhere(chosen, away=away)
@@ -308,7 +314,7 @@ class Offload:
             targets = self._stored(moving)
         else:
             moving = [p for p in pieces if p.key in homes or p.storage.device != self.device]
-            targets = [torch.empty(piece.num_bytes, dtype=torch.uint8, device=self.device) for piece in moving]
+            targets = self._room(moving)
             self._copy([(storage_bytes(piece.storage), target) for piece, target in zip(moving, targets, strict=True)])
         pointed = [
             (tensor, view_like(tensor, target))
@@ -319,7 +325,12 @@ class Offload:
             tensor.data = elsewhere
         if not away:
             self._remember(moving)
-        return sum(piece.num_bytes for piece in moving)
+        num_bytes = sum(piece.num_bytes for piece in moving)
+        for piece in moving if away else ():
+            if piece.is_gathered:
+                self._homes[piece.name].emptied = piece.storage
+                piece.storage.resize_(0)
+        return num_bytes
 
     def _stored(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """Returns copies of ``pieces`` in their homes."""
@@ -337,6 +348,25 @@ class Offload:
             changed.append((storage_bytes(piece.storage), home.memory))
         self._copy(changed)
         return [home.memory for home in homes]
+
+    def _room(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+        """Makes memory on the device for ``pieces``."""
+        emptied = {_key(home.memory): home.emptied for home in self._homes.values()}
+        filled: list[torch.UntypedStorage] = []
+        found = []
+        try:
+            for piece in pieces:
+                if (storage := emptied.get(piece.key)) is None:
+                    found.append(torch.empty(piece.num_bytes, dtype=torch.uint8, device=self.device))
+                else:
+                    storage.resize_(piece.num_bytes)
+                    filled.append(storage)
+                    found.append(storage_bytes(storage))
+        except RuntimeError:
+            for storage in filled:
+                storage.resize_(0)
+            raise
+        return found
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copies the first tensor of each pair to the second, all at once, and waits."""
@@ -358,18 +388,15 @@ class Offload:
     def _pieces(self, part: OffloadPart) -> list[_Piece]:
         found: dict[int, _Piece] = {}
         for name, whole in self._tensors(part):
-            # Not a copy or a detached one: what is pointed elsewhere must be the shard that the DTensor holds.
-            tensor = whole._local_tensor if isinstance(whole, DTensor) else whole
-            storage, is_frozen = tensor.untyped_storage(), isinstance(whole, nn.Parameter) and not whole.requires_grad
+            tensor = inner_tensor(whole)
+            storage, is_parameter = tensor.untyped_storage(), isinstance(whole, nn.Parameter)
+            is_frozen = is_parameter and not whole.requires_grad
+            is_gathered = is_parameter and self._root is not None and self._root.shares_weights
             if storage.nbytes():
-                piece = found.setdefault(_key(tensor), _Piece(f"{part}/{name}", storage, [], is_frozen))
+                piece = found.setdefault(_key(tensor), _Piece(f"{part}/{name}", storage, [], is_frozen, is_gathered))
                 piece.tensors.append(tensor)
                 if not is_frozen:
                     found[piece.key] = replace(piece, is_frozen=False)
-        if part == "params":
-            for tensor in gathered_from(self.packed):
-                if (key := _key(tensor)) in found:
-                    found[key].tensors.append(tensor)
         return list(found.values())
 
     def _tensors(self, part: OffloadPart) -> Iterator[tuple[str, Tensor]]:
@@ -421,4 +448,4 @@ def _checked(parts: Parts) -> list[OffloadPart]:
 
 def _key(tensor: Tensor) -> int:
     """Returns the identity of a tensor's storage, while that lives."""
-    return int(tensor.untyped_storage()._cdata)
+    return tensor.untyped_storage().data_ptr()

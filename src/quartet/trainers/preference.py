@@ -47,7 +47,7 @@ from quartet.train.engine import Objective, TrainEngine
 from quartet.train.forward import ForwardNeeds, ForwardOutputs, forward_only
 from quartet.train.metrics import MetricSums
 from quartet.train.objectives import KTOObjective, PreferenceObjective, answer_logprobs
-from quartet.train.parallel.fsdp import shard_model
+from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers import checkpoints

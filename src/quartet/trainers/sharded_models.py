@@ -15,7 +15,7 @@ from quartet.config.common import ShardingConfig
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import BaseModelReward
 from quartet.schedule.model_worker import ScoreWorker, TrainWorker
-from quartet.train.parallel.fsdp import shard_model
+from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.layer_plan import check_cut
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh

@@ -58,7 +58,7 @@ from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Objective, TrainEngine
 from quartet.train.forward import ForwardNeeds
 from quartet.train.objectives import PairwiseObjective, SFTObjective
-from quartet.train.parallel.fsdp import shard_model
+from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.state import Shape

@@ -22,7 +22,7 @@ from torch import Tensor
 from quartet.batch.ragged import to_device_async
 from quartet.models.attention import AttentionContext, AttentionParams
 from quartet.models.packed_model import PackedModel
-from quartet.train.parallel.pass_group import PassGroup, near_equal
+from quartet.train.parallel.messages import PassGroup, near_equal
 
 
 @dataclass(frozen=True)

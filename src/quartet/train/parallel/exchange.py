@@ -4,7 +4,7 @@ An update is, on every rank:
 
 1. *begin*: all have the same batches, budget, number of updates and, the first time, weights. Passes are collective, so
    ranks that disagree must stop before the first.
-2. *passes*: equally many on all ranks; a rank that has fewer micro-batches makes idle passes, which weigh nothing.
+2. *passes*: equally many on all ranks; those of empty micro-batches weigh nothing.
 3. *sums*: of metrics, of peers once, and of the gradients.
 4. *norm*: of the gradients over their parts; all copies must have the same.
 
@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from quartet.batch.partition import Atoms
 from quartet.batch.ragged import RaggedBatch
 from quartet.train.metrics import MetricSums
-from quartet.train.parallel.fsdp import ShardedModel, fingerprint
+from quartet.train.parallel.data import ShardedModel, fingerprint
 from quartet.train.parallel.mesh import DataParallelGroup
-from quartet.train.parallel.tensors import is_whole_on_tensor_ranks, local
+from quartet.train.parallel.tensors import is_first_of_tensor_ranks, is_whole_on_tensor_ranks, local
 from quartet.train.token_budget import TokenBudget
 
 Plans = Sequence[Sequence[Sequence[int]]]
@@ -87,9 +88,9 @@ class RankExchange:
             num_ranks=mesh.num_data_ranks,
             together=self.data.name(),
         )
-        found = self.data.gather((own.plain(), frozenset(self.root.present)))
-        self.root.sum_gradients(frozenset[str]().union(*(present for _, present in found)))
-        return MetricSums.joined(sums for sums, _ in found[mesh.first_peers])
+        found = self.data.gather(own.plain())
+        self.root.sum_gradients()
+        return MetricSums.joined(found[mesh.first_peers])
 
     def _outset(self, num_updates: int, batches: Sequence[RaggedBatch]) -> dict[str, str]:
         """Describes where an update begins; the weights themselves are compared in the first one alone."""
@@ -113,19 +114,30 @@ class RankExchange:
             )
         self._is_compared = True
 
-    def total_norm(self, own: float) -> float:
-        """Computes the norm of all gradients, of which every rank of a copy has a part with norm ``own``.
+    @torch.no_grad()
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+        """Scales the gradients, of which every rank of a copy has its part, to at most ``max_norm``; returns their norm
+        before, the same on all ranks.
 
         Raises:
             RankFailed: another rank failed.
             RuntimeError: the copies have different gradients.
         """
+        found = [p.grad for p in parameters if p.grad is not None]
+        # What tensor ranks have alike counts on the first of them.
+        counted = [local(whole) for whole in found if is_first_of_tensor_ranks(whole)]
+        counted = [part for part in counted if part.numel()]
+        own = float(nn.utils.get_total_norm(counted)) if counted else 0.0
         size, parts = self.root.mesh.copy.size, self.data.gather(own)
         norms = [math.hypot(*parts[first : first + size]) for first in range(0, len(parts), size)]
         # Equal but for other processors' rounding.
         if not all(_is_same(norm, norms[0]) for norm in norms):
             raise RuntimeError(f"the ranks' models have come apart: gradient norms by copy {norms}")
-        return norms[self.data.rank // size]
+        norm = norms[self.data.rank // size]
+        if math.isfinite(norm) and norm + 1e-6 > max_norm:
+            for gradient in found:
+                local(gradient).mul_(max_norm / (norm + 1e-6))
+        return norm
 
     def most_passes(self, num_passes: int) -> int:
         """Passes that every rank must make, where this one has so many micro-batches."""

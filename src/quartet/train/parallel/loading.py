@@ -33,7 +33,7 @@ from quartet.models.directories import (
 from quartet.models.loading import init_scalar_head
 from quartet.models.lora import named_tensors_digest
 from quartet.models.packed_model import PackedModel, PackedScalarModel
-from quartet.train.parallel.fsdp import sharded, stays_on_host
+from quartet.train.parallel.data import sharded
 from quartet.train.parallel.tensors import local, local_slices, write_part
 from quartet.weights.sink import gather
 
@@ -77,10 +77,12 @@ def load_shares(
 
 def _allocate(packed: PackedModel, device: torch.device) -> None:
     """Makes memory for what is on the meta device: parameters of this rank's shards, and buffers."""
+    root = sharded(packed)
     # The root, since torch notes there which memory it gathers from.
-    (sharded(packed) or packed.model).to_empty(device=torch.device("cpu") if stays_on_host(packed) else device)
+    (root or packed.model).to_empty(device=torch.device("cpu") if root is not None and root.stays_on_host else device)
     for module in packed.model.modules():
-        module._buffers.update({n: b.to(device) for n, b in module._buffers.items() if b is not None})
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
     if device.type != "cpu":
         packed.unfuse()
 
@@ -189,9 +191,7 @@ def _make_buffers(model: PreTrainedModel, twin: PreTrainedModel) -> None:
     for name in wanted:
         parent, _, last = name.rpartition(".")
         module = twin.get_submodule(parent)
-        buffer = module._buffers[last]
-        assert buffer is not None
-        module._buffers[last] = torch.zeros_like(buffer, device="cpu")
+        setattr(module, last, torch.zeros_like(module.get_buffer(last), device="cpu"))
     for module in twin.modules():
         vars(module).pop("_is_hf_initialized", None)
     with torch.random.fork_rng(devices=[]):

@@ -5,6 +5,7 @@ The ranks of a role, and how they tell each other plain values and failures.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -75,17 +76,20 @@ class Mesh:
     Attributes:
         data: all ranks, for plain values.
         copy: those among them that hold this rank's copy of the model, likewise.
-        device_mesh: torch's mesh, with the process groups that passes use: ``replicate``, ``shard`` (with the ranks
-            along ``context``, which share out weights as well) and, where there are several, ``tensor``.
-        context_group: this rank's peers along ``context``; None where it is alone.
+        groups: this rank's ranks along each dimension in which there are several, for what passes exchange.
+        device_mesh: torch's mesh of this copy: ``shard`` (with the ranks along ``context``, which share out weights as
+            well) and, where there are several, ``tensor``.
         fixed_order: sums over ranks are taken in the order of the ranks, so their bits do not depend on a library.
     """
 
     data: DataParallelGroup
     copy: DataParallelGroup
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+    groups: Mapping[str, dist.ProcessGroup]
     device_mesh: DeviceMesh
-    context: int = 1
-    context_group: dist.ProcessGroup | None = None
     fixed_order: bool = False
 
     @classmethod
@@ -127,16 +131,18 @@ class Mesh:
             ranks = own.flatten().tolist()
             return dist.new_group(ranks, limit, backend, use_local_synchronization=True, group_desc=name)
 
-        along = [(REPLICATE, ranks[:, s, c, t]), (SHARD, ranks[r, :, :, t]), (TENSOR, ranks[r, s, c])]
-        along = along if tensor > 1 else along[:2]
-        names, in_mesh = tuple(name for name, _ in along), ranks.flatten(1, 2) if tensor > 1 else ranks.flatten(1)
-        groups = [group(name, own) for name, own in along]
-        device_mesh = DeviceMesh.from_group(groups, device_type, mesh=in_mesh, mesh_dim_names=names)
+        of_parts = ranks[r, :, :, t].flatten()
+        along = {REPLICATE: ranks[:, s, c, t], SHARD: of_parts, CONTEXT: ranks[r, s, :, t], TENSOR: ranks[r, s, c]}
+        groups = {name: group(name, own) for name, own in along.items() if name == SHARD or len(own) > 1}
+        names = (SHARD, TENSOR) if tensor > 1 else (SHARD,)
+        parts = ranks[r].flatten(0, 1) if tensor > 1 else ranks[r].flatten()
+        device_mesh = DeviceMesh.from_group(
+            [groups[name] for name in names], device_type, mesh=parts, mesh_dim_names=names
+        )
         copy = data
         if of_copy < data.size:
             copy = DataParallelGroup(group("copy", ranks[r], "gloo", None))
-        context_group = group(CONTEXT, ranks[r, s, :, t]) if context > 1 else None
-        return cls(data, copy, device_mesh, context, context_group, fixed_order)
+        return cls(data, copy, len(ranks), shard, context, tensor, groups, device_mesh, fixed_order)
 
     @classmethod
     def cut(cls, group: DataParallelGroup, sharding: ShardingConfig) -> Mesh:
@@ -145,24 +151,9 @@ class Mesh:
         return cls.of(group, shard=shard, context=context, tensor=tensor, fixed_order=sharding.fixed_order)
 
     @property
-    def replicate(self) -> int:
-        """Copies of the model."""
-        return self.device_mesh.size(0)
-
-    @property
-    def shard(self) -> int:
-        """Data ranks that hold one copy between them."""
-        return self.num_parts // self.context
-
-    @property
     def num_parts(self) -> int:
         """Ranks over which FSDP shares out what a tensor rank has of the weights: ``shard × context``."""
-        return self.device_mesh.size(1)
-
-    @property
-    def tensor(self) -> int:
-        """Ranks that have every layer between them."""
-        return self.copy.size // self.num_parts
+        return self.shard * self.context
 
     @property
     def place(self) -> int:
@@ -188,25 +179,6 @@ class Mesh:
     def first_peers(self) -> slice:
         """Of a list with an entry for each rank, those of the ranks that speak for a data rank."""
         return slice(None, None, self._num_peers)
-
-    @property
-    def fsdp_mesh(self) -> DeviceMesh:
-        """``replicate × (shard × context)``, over which FSDP shares out weights."""
-        return self.device_mesh[REPLICATE, SHARD] if self.tensor > 1 else self.device_mesh
-
-    @property
-    def tensor_mesh(self) -> DeviceMesh | None:
-        """This rank's peers along ``tensor``; None where it is alone."""
-        return self.device_mesh[TENSOR] if self.tensor > 1 else None
-
-    @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        """As ``tensor_mesh``."""
-        return self.group(TENSOR) if self.tensor > 1 else None
-
-    def group(self, name: str) -> dist.ProcessGroup:
-        """Returns the ranks along one dimension of ``device_mesh`` that this rank is among."""
-        return self.device_mesh.get_group(name)
 
     @property
     def _num_peers(self) -> int:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from quartet.models.logprobs import LEAST
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.train.parallel.layer_plan import COLUMN, GATHERED_COLUMN, layer_styles, of_adapted
-from quartet.train.parallel.pass_group import PassGroup, near_equal
+from quartet.train.parallel.messages import PassGroup, near_equal
 
 
 class VocabParallel:
@@ -122,7 +122,7 @@ def parallelize_layers(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) 
         packed.plain = _here
     _distribute(packed.model, mesh, cuts)
     for module in packed.body.modules():
-        if module._parameters:
+        if next(module.parameters(recurse=False), None) is not None:
             module.forward = partial(forwards.get(module, _with_local), module, module.forward)
 
 
@@ -130,13 +130,12 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[int, Placement
     """Makes the parameters DTensors, cut or whole; tied ones stay one."""
     known: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in known:
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in known:
                 cut = cuts.get(id(parameter), Replicate())
                 shared = distribute_tensor(parameter.detach(), mesh, [cut], src_data_rank=None)
                 known[id(parameter)] = nn.Parameter(shared, parameter.requires_grad)
-            if parameter is not None:
-                module._parameters[name] = known[id(parameter)]
+            setattr(module, name, known[id(parameter)])
 
 
 # Forwards ------------------------------------------------------------------------------------------------
@@ -144,13 +143,15 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[int, Placement
 
 def _with_local(module: nn.Module, forward: Forward, *args: Any, without: str = "", **kwargs: Any) -> Any:
     """Runs the module's own forward, on this rank's parts of its parameters."""
-    whole = module._parameters
-    here = {name: None if p is None or name == without else _here(p) for name, p in whole.items()}
-    vars(module)["_parameters"] = here
+    whole = module.named_parameters(recurse=False, remove_duplicate=False)
+    # An attribute of the object itself goes before its parameter of the same name.
+    here = {name: None if name == without else _here(parameter) for name, parameter in whole}
+    vars(module).update(here)
     try:
         return forward(*args, **kwargs)
     finally:
-        vars(module)["_parameters"] = whole
+        for name in here:
+            del vars(module)[name]
 
 
 def _column(module: nn.Module, forward: Forward, x: Tensor, gather: Callable[[Tensor], Tensor] | None) -> Tensor:

@@ -16,6 +16,16 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def inner_tensor(tensor: Tensor) -> Tensor:
+    """Returns the tensor itself, or the one that a DTensor holds: of that very one ``.data`` may be changed."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # to_local() makes an alias of a parameter's.
+    names, _ = tensor.__tensor_flatten__()
+    inner: Tensor = getattr(tensor, names[0])
+    return inner
+
+
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Returns which part of the whole tensor is here."""
     if not isinstance(tensor, DTensor):
@@ -44,12 +54,17 @@ def with_local(tensor: Tensor, memory: Tensor) -> Tensor:
     )
 
 
-def is_first_holder(tensor: Tensor) -> bool:
-    """Tells whether something of the tensor is here, and this rank is the first of those that hold the same part."""
+def is_first_holder(tensor: object, rank: int) -> bool:
+    """Tells whether something of a tensor is here, and this rank is the first of those that hold the same part. Plain
+    ones, and other values, are the first rank's.
+
+    Args:
+        rank: of the role, whose copies have one mesh after the other.
+    """
     if not isinstance(tensor, DTensor):
-        return True
+        return rank == 0
     place = tensor.device_mesh.get_coordinate()
-    if place is None or not local(tensor).numel():
+    if place is None or rank >= tensor.device_mesh.size() or not local(tensor).numel():
         return False
     return all(index == 0 or not kind.is_replicate() for index, kind in zip(place, tensor.placements, strict=True))
 
