@@ -4,6 +4,7 @@ that began with the smaller token budget, or in which nothing failed.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -18,9 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from quartet.cluster import WorkerGroup
-from quartet.schedule.role_group import ColocatedWorker
 from quartet.train.parallel.mesh import Mesh
-from quartet.trainers.supervised import SupervisedWorker
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 FOUR = {
@@ -29,7 +28,7 @@ FOUR = {
     "sharding": {"shard": 2, "tensor": 2},
 }
 ODD, LIMIT_S = 1, 8.0
-NO_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
+STEP = ("model", "step")
 
 
 def shorten(host: Any) -> None:
@@ -37,19 +36,19 @@ def shorten(host: Any) -> None:
     Mesh.of.__func__.__kwdefaults__["time_limit"] = timedelta(seconds=LIMIT_S)  # type: ignore[attr-defined]
 
 
-def plant(host: Any, kind: str, rank: int) -> None:
-    """In a worker's process: its next pass with gradients fails, where it is the odd one."""
-    worker = host._worker.roles["model"]
-    layers = worker.packed.model.model.layers
+def plant(host: Any, kind: str, role: str, rank: int) -> None:
+    """In a worker's process: the role's next pass fails, where it is the odd one."""
     if rank != ODD:
         return
+    worker = host._worker.roles[role]
+    layers = worker.packed.model.model.layers
 
     def fail(*_: Any) -> None:
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "hang":
             time.sleep(600)
-        raise torch.OutOfMemoryError(NO_MEMORY)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def spoil(_: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
         return output * float("nan")
@@ -67,25 +66,25 @@ def plant(host: Any, kind: str, rank: int) -> None:
 
 
 @pytest.fixture
-def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """Once, when it is asked for a step, the odd rank's update of it fails."""
+def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Once, when a role is called with a method (and step), the odd rank fails in it."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-    def install(kind: str, step: int) -> None:
-        left, asked, places = [kind], WorkerGroup.ask, WorkerGroup._places
+    def install(kind: str, *call: Any) -> None:
+        left, submit, places = [kind], WorkerGroup._submit, WorkerGroup._places
 
-        def ask(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
-            if left and method is ColocatedWorker.run_role and args[1:] == (SupervisedWorker.step.__name__, step):
+        def submitted(self: WorkerGroup, method: str, mode: Any, args: Any, *rest: Any, **options: Any) -> Any:
+            if left and method == "run_role" and args[: len(call)] == call:
                 planted = left.pop()
-                ray.get([h.__ray_call__.remote(plant, planted, rank) for rank, h in enumerate(self.handles)])
-            return asked(self, method, *args, **options)
+                ray.get([h.__ray_call__.remote(plant, planted, call[0], rank) for rank, h in enumerate(self.handles)])
+            return submit(self, method, mode, args, *rest, **options)
 
         def places_of(self: WorkerGroup) -> Any:
             if kind == "hang":
                 ray.get([handle.__ray_call__.remote(shorten) for handle in self.handles])
             return places(self)
 
-        monkeypatch.setattr(WorkerGroup, "ask", ask)
+        monkeypatch.setattr(WorkerGroup, "_submit", submitted)
         monkeypatch.setattr(WorkerGroup, "_places", places_of)
 
     return install
@@ -129,7 +128,7 @@ def test_after_memory_ran_out_the_run_goes_on_with_half_the_budget(
 ) -> None:
     """From its beginning, as there is no checkpoint: with the bits of a run that began so. A deaths' budget of 0 is
     enough."""
-    fails(place, 1)
+    fails(place, *STEP, 1)
     run = Path(f"ranks-{place}")
     said = done(sft(run.name, "cluster.max_restarts=0"))
     assert f"rank {ODD} of group 'sft' died: memory ran out on rank {ODD} of 4: a micro-batch of at most " in said
@@ -149,8 +148,8 @@ def test_a_lowered_budget_stays_after_a_checkpoint_and_a_resume(
     """The run ends like one that was killed there and went on with the smaller budget in its recipe."""
     saving = {"checkpoint": {"every_steps": 1, "background": False}}
     run, killed = Path("ranks-saved"), Path("ranks-killed")
-    fails("last", 1)
-    fails("kill", 2)
+    fails("last", *STEP, 1)
+    fails("kill", *STEP, 2)
     sft(run.name, "cluster.max_restarts=0", **saving).expect_user_error("died more often", "death 1")
     budget = int(metrics_of(run)[-1]["train/token_budget"])
     (run / "budgets.json").unlink()  # the checkpoint says it, too
@@ -158,7 +157,7 @@ def test_a_lowered_budget_stays_after_a_checkpoint_and_a_resume(
     rows = metrics_of(run)
     assert [row["train/token_budget"] for row in rows] == [256, budget, budget]
     assert [row["train/num_oom"] for row in rows] == [0, 1, 1]
-    fails("kill", 1)
+    fails("kill", *STEP, 1)
     sft(killed.name, "cluster.max_restarts=0", **saving).expect_user_error("died more often", "rank 1 of group 'sft'")
     done(sft(killed.name, "--resume", f"train.token_budget={budget}", **saving))
     same_weights(run, killed)
@@ -170,9 +169,9 @@ def test_after_a_death_or_a_rank_that_hangs_the_run_ends_as_if_nothing_had_happe
     kind: str, undisturbed: Path, ray_cluster: Any, fails: Any, sft: Any, same_run: Any
 ) -> None:
     """One that hangs is noticed by the others, after the time limit of their collectives."""
-    fails(kind, 1)
+    fails(kind, *STEP, 1)
     said = done(sft(f"ranks-{kind}"))
-    assert ("RankFailed: another of " if kind == "hang" else f"rank {ODD} of group 'sft' died: ") in said
+    assert ("; no answer from ranks [" if kind == "hang" else f"rank {ODD} of group 'sft' died: ") in said
     same_run(undisturbed, Path(f"ranks-{kind}"))
 
 
@@ -180,10 +179,47 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
     undisturbed: Path, ray_cluster: Any, fails: Any, sft: Any, metrics_of: Any
 ) -> None:
     """All have the same weights after the step, or the next one would say that they have come apart."""
-    fails("nan", 1)
+    fails("nan", *STEP, 1)
     done(sft("ranks-nan"))
     rows = metrics_of(Path("ranks-nan"))
     assert [row["optim/skipped_steps"] for row in rows] == [0, 1, 1]
     assert rows[0] == metrics_of(undisturbed)[0]
     # The update that was left out was the second one of its learning rate, too.
     assert rows[2]["optim/lr"] == rows[1]["optim/lr"]
+
+
+def test_roles_of_rl_go_on_with_half_their_budgets(
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], fails: Any, metrics_of: Any
+) -> None:
+    """The reference from the beginning of its step, the actor from that of the run: the whole run then has the
+    bits of one with both budgets in its recipe."""
+
+    def run(name: str, *overrides: str) -> str:
+        content = recipes["rl"]("grpo", output_dir=name, steps=2, chunk_size=4, minibatches=1)
+        content["placement"] = {
+            "type": "pipelined",
+            "pools": {
+                "engine": {"roles": ["rollout"]},
+                "trained": {"roles": ["actor"], "processes": 2},
+                "frozen": {"roles": ["reference"], "processes": 2},
+            },
+        }
+        content["cluster"] = {"type": "ray", "cpus_per_process": 0.1, "max_restarts": 0}
+        content["reference"] = {"sharding": {"shard": 2}}
+        content["actor"] |= {"sharding": {"shard": 2}}
+        return done(quartet("rl", world.recipe(name, content), *overrides))
+
+    fails("first", "actor", "update")
+    fails("last", "reference", "forward")
+    said = run("ranks-rl")
+    assert "of group 'frozen' died: memory ran out" in said and "; the run went on after step 0" in said
+    noted = {note["role"]: note for note in json.loads(Path("ranks-rl/budgets.json").read_text())}
+    budgets = [f"{note['key']}={note['tokens']}" for note in noted.values()]
+    assert {role: note["num_oom"] for role, note in noted.items()} == {"actor": 1, "reference": 1}
+    run("ranks-rl-smaller", *budgets)
+    same = [
+        [{name: value for name, value in row.items() if name != "train/num_oom"} for row in metrics_of(Path(path))]
+        for path in ("ranks-rl", "ranks-rl-smaller")
+    ]
+    assert same[0] == same[1] and metrics_of(Path("ranks-rl"))[-1]["train/num_oom"] == 2
+    same_weights(Path("ranks-rl"), Path("ranks-rl-smaller"))

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -322,7 +322,7 @@ class WorkerGroup:
     # Trouble ---------------------------------------------------------------------------------------------
 
     def raise_for(
-        self, troubles: Mapping[int, WorkerFailure | LostResult], during: str, *, is_stuck: bool = False
+        self, troubles: Mapping[int, WorkerFailure | LostResult], during: str, *, waiting: Collection[int] = ()
     ) -> None:
         """Raises the cause: a death before an exception, which is often only how the others noticed.
 
@@ -330,7 +330,7 @@ class WorkerGroup:
         until its restart.
 
         Args:
-            is_stuck: other ranks have not ended, and wait for those that failed.
+            waiting: ranks that have not ended.
         """
         lost = [t for t in troubles.values() if isinstance(t, LostResult)]
         failures = [
@@ -341,10 +341,11 @@ class WorkerGroup:
         if lost:
             # Lost data says less than the process that was lost.
             raise WorkerDied(min((self._death(t, during) for t in lost), key=lambda death: death.rank is None))
-        cause = min(failures, key=lambda failure: failure.is_echo)
-        if cause.group != self.name or not (is_stuck or cause.is_echo or cause.smaller):
+        cause = min(failures, key=lambda failure: (failure.smaller is None, failure.is_echo))
+        if cause.group != self.name or not (waiting or cause.is_echo or cause.smaller):
             raise cause.error()
         reason = cause.summary if cause.user_error is None else ": ".join(cause.user_error[:2])
+        reason += f"; no answer from ranks {sorted(waiting)}" if cause.is_echo and waiting else ""
         death = WorkerDeath(cause.group, cause.rank, cause.pid, cause.host, during, reason, cause.smaller)
         self._gone = death
         self.stop()
