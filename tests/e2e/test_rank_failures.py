@@ -205,6 +205,7 @@ def test_roles_of_rl_go_on_with_half_their_budgets(
             },
         }
         content["cluster"] = {"type": "ray", "cpus_per_process": 0.1, "max_restarts": 0}
+        content["algorithm"] = {"name": "grpo", "kl": {"coef": 0.05}}
         content["reference"] = {"sharding": {"shard": 2}}
         content["actor"] |= {"sharding": {"shard": 2}}
         return done(quartet("rl", world.recipe(name, content), *overrides))
