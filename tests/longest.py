@@ -5,6 +5,7 @@
 
 FILES = (
     "tests/e2e/test_placement_faults.py",
+    "tests/e2e/test_rank_failures.py",
     "tests/e2e/test_ray_supervised.py",
     "tests/e2e/test_ray_placements.py",
     "tests/e2e/test_ray_driver.py",

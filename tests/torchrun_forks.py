@@ -6,7 +6,6 @@ All is torchrun's own but that a rank is forked in the place of starting Python,
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import signal
 import subprocess
@@ -24,7 +23,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 import preload
 from quartet.cli.main import main
 from quartet.cluster.torchrun import TorchrunRank, run_under_torchrun
-from quartet.train.parallel.data import ShardedModel
+from quartet.train import engine
+from quartet.trainers.supervised import SupervisedWorker
 
 for module in preload.MODULES:
     importlib.import_module(module)
@@ -75,16 +75,19 @@ def torchrun(
 
 
 def _fail_in(update: int, no_memory: bool) -> None:
-    make_passes, seen = ShardedModel.make_passes, itertools.count(1)
+    step = SupervisedWorker.step
 
-    def counted(*args: Any) -> None:
-        if torch.is_grad_enabled() and next(seen) == update:
-            if no_memory:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            os.kill(os.getpid(), signal.SIGKILL)
-        make_passes(*args)
+    def fail(*_: Any, **__: Any) -> Any:
+        if no_memory:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    ShardedModel.make_passes = counted  # type: ignore[method-assign]
+    def counted(worker: Any, number: int) -> dict[str, float]:
+        if number == update - 1:
+            engine.forward_packed = fail
+        return step(worker, number)
+
+    SupervisedWorker.step = counted  # type: ignore[method-assign]
 
 
 def _status(run: Callable[[], int | None]) -> int:

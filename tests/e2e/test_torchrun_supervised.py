@@ -63,7 +63,7 @@ def agree(one: Path, many: Path, metrics_of: Callable[[Path], list[dict[str, flo
     assert [row.keys() for row in rows] == [row.keys() for row in others]
     for row, other in zip(rows, others, strict=True):
         rel = 1e-6 if row["step"] == 1 else 1e-3
-        for name in row.keys() - {"train/token_budget"}:
+        for name in row.keys() - {"train/token_budget", "train/num_oom"}:
             assert other[name] == pytest.approx(row[name], rel=rel, abs=rel / 10), (name, row["step"])
     ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (one, many))
     assert ours.keys() == theirs.keys()
@@ -94,10 +94,31 @@ def test_two_ranks_train_as_one_process_and_go_on_after_a_death(
     agree(Path("torchrun-one"), Path("torchrun-two"), metrics_of)
 
     parts = "sharding={shard: 2, cpu_offload: true}"
-    status, said = torchrun("sft", recipe("torchrun-dead"), parts, "--resume=auto", kill=4, restarts=1)
+    status, said = torchrun("sft", recipe("torchrun-dead"), parts, kill=4, restarts=1)
     assert status == 0 and "exitcode: -9" in said, said
     assert "error: a worker of the run died" in said and "begins anew" not in said, said
     same_run(Path("torchrun-two"), Path("torchrun-dead"))
+
+
+def test_after_memory_ran_out_on_a_rank_torchrun_goes_on_with_half_the_budget(
+    torchrun: Callable[..., tuple[int, str]], world: Any, recipes: Any, metrics_of: Any
+) -> None:
+    """From its beginning, as there is no checkpoint: with the bits of a run that began so."""
+
+    def recipe(name: str) -> str:
+        return world.recipe(name, recipes["sft"](output_dir=name, steps=2, checkpoint={"every_steps": 9}))
+
+    run, smaller = Path("torchrun-memory"), Path("torchrun-smaller")
+    status, said = torchrun("sft", recipe(run.name), "sharding.shard=2", kill=2, no_memory=True, restarts=1)
+    assert status == 0 and "memory ran out on rank 1 of 2" in said, said
+    rows = metrics_of(run)
+    budget = int(rows[0]["train/token_budget"])
+    assert budget < 256 and [row["train/num_oom"] for row in rows] == [1, 1]
+    status, said = torchrun("sft", recipe(smaller.name), "sharding.shard=2", f"train.token_budget={budget}")
+    assert status == 0, said
+    assert [row | {"train/num_oom": 1} for row in metrics_of(smaller)] == rows
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (run, smaller))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("cut", ["copies", "tensor"])

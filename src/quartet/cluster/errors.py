@@ -13,6 +13,31 @@ from quartet.config.errors import UserError
 
 
 @dataclass(frozen=True)
+class SmallerBudget:
+    """A token budget that memory has lowered.
+
+    Attributes:
+        role: whose it is, as its worker is called in its process; empty where nobody has said it.
+        key: recipe key of the budget.
+        tokens: from now on.
+        num_oom: how often memory ran out so far.
+    """
+
+    key: str
+    tokens: int
+    num_oom: int
+    role: str = ""
+
+
+class OutOfMemory(UserError):
+    """Memory ran out on one of several ranks that compute together: they have to start again, with ``smaller``."""
+
+    def __init__(self, problem: str, *, found: str, remedy: str, smaller: SmallerBudget) -> None:
+        super().__init__(problem, found=found, remedy=remedy)
+        self.smaller = smaller
+
+
+@dataclass(frozen=True)
 class WorkerFailure:
     """An exception of a worker's method, in place of its result.
 
@@ -23,6 +48,7 @@ class WorkerFailure:
         traceback: as the worker printed it.
         user_error: problem, found and remedy of a ``UserError``.
         is_echo: it only says that another rank failed.
+        smaller: of ``OutOfMemory``.
     """
 
     group: str
@@ -34,6 +60,7 @@ class WorkerFailure:
     traceback: str
     user_error: tuple[str, str, str] | None = None
     is_echo: bool = False
+    smaller: SmallerBudget | None = None
 
     @classmethod
     def of(cls, error: BaseException, *, group: str, rank: int, pid: int, host: str, where: str) -> WorkerFailure:
@@ -41,14 +68,18 @@ class WorkerFailure:
         three = (error.problem, error.found, error.remedy) if isinstance(error, UserError) else None
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         text = "".join(traceback.format_exception(error)).rstrip()
-        return cls(group, rank, pid, host, where, summary, text, three, isinstance(error, RankFailed))
+        smaller = error.smaller if isinstance(error, OutOfMemory) else None
+        return cls(group, rank, pid, host, where, summary, text, three, isinstance(error, RankFailed), smaller)
 
     def error(self) -> UserError | WorkerError:
         """Makes what the driver raises: a ``UserError`` again as one, everything else as ``WorkerError``."""
         if self.user_error is None:
             return WorkerError(self)
         problem, found, remedy = self.user_error
-        return UserError(problem, found=f"{found} (rank {self.rank} of group {self.group!r})", remedy=remedy)
+        found = f"{found} (rank {self.rank} of group {self.group!r})"
+        if self.smaller is not None:
+            return OutOfMemory(problem, found=found, remedy=remedy, smaller=self.smaller)
+        return UserError(problem, found=found, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -69,7 +100,8 @@ class WorkerDeath:
     Attributes:
         rank: None where only the group or nothing but the loss of data is known.
         during: the call that found out.
-        reason: what the back end knows.
+        reason: what the back end knows, or the rank's error.
+        smaller: with which budget the group is to be started again, where it ended for want of memory.
     """
 
     group: str
@@ -78,13 +110,16 @@ class WorkerDeath:
     host: str
     during: str
     reason: str
+    smaller: SmallerBudget | None = None
 
     def brief(self) -> str:
         return f"{f'rank {self.rank}' if self.rank is not None else 'a process'} of group {self.group!r} died"
 
     def report(self) -> str:
         """Tells who died, and of what."""
-        return f"{self.brief()}: {self.reason}"
+        smaller = self.smaller
+        then = f"; {smaller.key} is {smaller.tokens} from now on" if smaller is not None else ""
+        return f"{self.brief()}: {self.reason}{then}"
 
 
 class ClusterError(Exception):

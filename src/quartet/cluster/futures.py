@@ -97,7 +97,7 @@ class BatchFuture:
             ended = [rank for rank, is_there in zip(self._waiting, ready, strict=True) if is_there]
             self._take(ended, backend.get([self._waiting[rank] for rank in ended]))
         if self._troubles:
-            self._group.raise_for(self._troubles, self._during)
+            self._group.raise_for(self._troubles, self._during, waiting=self._waiting)
         return [self._values[rank] for rank in self._plan.answers]
 
     async def finished(self) -> list[Any]:
@@ -107,7 +107,7 @@ class BatchFuture:
             ended, _ = await asyncio.wait(coming, timeout=self._grace_s(), return_when=asyncio.FIRST_COMPLETED)
             self._take([coming.pop(value) for value in ended], [value.result() for value in ended])
         if self._troubles:
-            self._group.raise_for(self._troubles, self._during)
+            self._group.raise_for(self._troubles, self._during, waiting=self._waiting)
         return [self._values[rank] for rank in self._plan.answers]
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -4,9 +4,10 @@ ended and started again."""
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from quartet.config.errors import UserError
 if TYPE_CHECKING:
     from quartet.cluster.ray_backend import RayBackend
 
+_log = logging.getLogger(__name__)
 _names = itertools.count()
 connected: list[RayBackend] = []
 """Back ends of this process that are not closed; Ray is one connection for all of them."""
@@ -52,6 +54,35 @@ def connect(address: str | None = None, **options: Any) -> RayBackend:
             remedy="pip install 'quartet-rl[ray]', or set cluster.type=local (one process)",
         ) from error
     return RayBackend(address, **options)
+
+
+class DeathCount:
+    """How often workers of a run died, and may.
+
+    Args:
+        most: ``cluster.max_restarts``.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num = most, 0
+
+    def note(self, deaths: Sequence[WorkerDeath], who: str, error: Exception) -> None:
+        """Counts these deaths as one. For want of memory none counts: the next try needs less of it.
+
+        Args:
+            who: died, and of what.
+            error: how the run noticed.
+
+        Raises:
+            UserError: that were too many.
+        """
+        self._num += not any(death.smaller for death in deaths)
+        if self._num > self._most:
+            raise UserError(
+                "workers died more often than the run replaces them",
+                found=f"death {self._num}, cluster.max_restarts is {self._most}; {who}",
+                remedy="mend what kills them (their own output, above, may say it) and go on with --resume",
+            ) from error
 
 
 class WorkerGroup:
@@ -99,7 +130,7 @@ class WorkerGroup:
         self.handles: list[Any] = []
         self.processes: tuple[ProcessInfo, ...] = ()
         self._pool, self._start_timeout_s = pool, start_timeout_s
-        self._gone: WorkerDeath | None = None  # of those before, until a restart has succeeded
+        self._gone: WorkerDeath | None = None  # that ended the group, until a restart has succeeded
         self._pings: dict[int, Any] = {}
         self._marks = dispatched_methods(cls)
         for method, mark in self._marks.items():
@@ -193,7 +224,7 @@ class WorkerGroup:
     def dead(self, timeout_s: float = 1.0) -> list[WorkerDeath]:
         """Returns the workers that are dead. One that is busy for all of the time counts as living.
 
-        Where the last restart failed it is who made it fail.
+        Where the last restart failed it is who made it fail; of a group that a failure has ended the rank that failed.
         """
         if self._gone is not None:
             return [self._gone]
@@ -222,7 +253,7 @@ class WorkerGroup:
 
         Raises:
             WorkerError: a worker's method raised; it lives on.
-            WorkerDied: a worker's process is gone.
+            WorkerDied: a worker's process is gone, or it raised while others waited for it, which ended the group.
             UserError: raised by a worker's method.
             ValueError: the arguments do not fit the dispatch mode.
         """
@@ -290,8 +321,17 @@ class WorkerGroup:
 
     # Trouble ---------------------------------------------------------------------------------------------
 
-    def raise_for(self, troubles: Mapping[int, WorkerFailure | LostResult], during: str) -> None:
-        """Raises the cause: a death before an exception, which is often only how the others noticed."""
+    def raise_for(
+        self, troubles: Mapping[int, WorkerFailure | LostResult], during: str, *, waiting: Collection[int] = ()
+    ) -> None:
+        """Raises the cause: a death before an exception, which is often only how the others noticed.
+
+        A group whose ranks cannot compute together any more is ended here, so that nobody waits for it: it is dead
+        until its restart.
+
+        Args:
+            waiting: ranks that have not ended.
+        """
         lost = [t for t in troubles.values() if isinstance(t, LostResult)]
         failures = [
             t if t.rank >= 0 else replace(t, group=self.name, rank=rank)  # a sender that did not know its rank
@@ -301,7 +341,19 @@ class WorkerGroup:
         if lost:
             # Lost data says less than the process that was lost.
             raise WorkerDied(min((self._death(t, during) for t in lost), key=lambda death: death.rank is None))
-        raise min(failures, key=lambda failure: failure.is_echo).error()
+        cause = min(failures, key=lambda failure: (failure.smaller is None, failure.is_echo))
+        if cause.group != self.name or not (waiting or cause.is_echo or cause.smaller):
+            raise cause.error()
+        reason = cause.summary if cause.user_error is None else ": ".join(cause.user_error[:2])
+        reason += f"; no answer from ranks {sorted(waiting)}" if cause.is_echo and waiting else ""
+        death = WorkerDeath(cause.group, cause.rank, cause.pid, cause.host, during, reason, cause.smaller)
+        self._gone = death
+        self.stop()
+        if cause.user_error is None:
+            _log.error("%s", cause.error())  # with its traceback
+        elif cause.smaller is None:
+            raise cause.error()
+        raise WorkerDied(death) from cause.error()
 
     def _death(self, lost: LostResult, during: str) -> WorkerDeath:
         group, rank, info = _known_processes.get(lost.key or "", (self.name, None, None))

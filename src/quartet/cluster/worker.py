@@ -110,14 +110,18 @@ class Worker:
             store = next(iter(distributed.rendezvous(address, self.rank, self.world_size, timeout=timeout)))[0]
             store.set_timeout(timeout)
             # torchrun may have one store for all of its restarts: addresses of dead processes are in it then.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             distributed.init_process_group(
                 backend or ("nccl" if self.device.type == "cuda" else "gloo"),
-                store=distributed.PrefixStore(f"attempt {attempt}", store),
+                store=distributed.PrefixStore(f"attempt {num_torchrun_restarts()}", store),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timeout,
             )
+
+
+def num_torchrun_restarts() -> int:
+    """Returns how often torchrun has started this process's ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def local_path(value: T) -> T:

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, CustomDispatch, RankLayout, dispatch
+from quartet.cluster.errors import SmallerBudget
 from quartet.config import UserError
 from quartet.config.common import OffloadConfig
 from quartet.config.errors import write_error
@@ -186,6 +187,18 @@ class Checkpointed(ABC):
         with self.loading(share.shapes, share.rest()) as live:
             share.read_into(live)
 
+    @property
+    def budgets(self) -> Sequence[TokenBudget]:
+        """The token budgets of passes."""
+        return ()
+
+    def lower_budgets(self, found: Sequence[SmallerBudget]) -> None:
+        """Takes over what memory has allowed since the checkpoint was saved."""
+        for smaller in found:
+            for budget in self.budgets:
+                if budget.key == smaller.key:
+                    budget.lower(smaller.tokens, smaller.num_oom)
+
     @abstractmethod
     def checkpoint_state(self) -> dict[str, Any]:
         """Returns the state, named as in ``train.state``."""
@@ -315,6 +328,10 @@ class ScoreWorker(ModelWorker):
     def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
         return forward_only(self.packed, batch, needs, self._budget, self._logprob_chunk, share=self._share_prefixes)
 
+    @property
+    def budgets(self) -> Sequence[TokenBudget]:
+        return (self._budget,)
+
     def stats(self) -> ModelStats:
         return ModelStats(self._budget.num_oom, work=self._taken_work())
 
@@ -387,6 +404,10 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         """Prepares, beside what is computed meanwhile, the losses added to update ``number`` of the run."""
         if self._also is not None:
             self._also.start(number)
+
+    @property
+    def budgets(self) -> Sequence[TokenBudget]:
+        return self.engine.budget, self.engine.forward_budget
 
     def stats(self) -> ModelStats:
         engine = self.engine

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -27,6 +28,7 @@ from quartet.cluster.dispatch import (
     SplitBatch,
     dispatched_methods,
 )
+from quartet.cluster.errors import OutOfMemory
 from quartet.cluster.futures import BatchFuture, StoredResult
 from quartet.cluster.group import WorkerGroup
 from quartet.cluster.ranks import TorchrunRanks
@@ -103,9 +105,13 @@ class ColocatedWorker(Worker):
 
     def run_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Runs a method of a role's worker; paths of the driver come to it as this machine has them."""
-        return getattr(self.roles[role], method)(
-            *map(local_path, args), **{name: local_path(value) for name, value in kwargs.items()}
-        )
+        try:
+            return getattr(self.roles[role], method)(
+                *map(local_path, args), **{name: local_path(value) for name, value in kwargs.items()}
+            )
+        except OutOfMemory as error:
+            error.smaller = replace(error.smaller, role=role)
+            raise
 
     def leave_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> StoredResult:
         """Returns the segments and token ids of the batch that a role's method makes, noted with the batch's

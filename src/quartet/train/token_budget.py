@@ -9,6 +9,7 @@ import torch
 
 from quartet.batch.partition import TOKEN_COST, AtomTree, plan_micro_batches
 from quartet.batch.ragged import RaggedBatch
+from quartet.cluster.errors import OutOfMemory, SmallerBudget
 from quartet.config import UserError
 
 T = TypeVar("T")
@@ -81,7 +82,8 @@ class TokenBudget:
             together: this rank, in words, where ``work`` is collective: it is not run again, since others take part.
 
         Raises:
-            UserError: an atom is larger than the budget, or memory ran out at the smallest parts or in collective work.
+            UserError: an atom is larger than the budget, or memory ran out at the smallest parts.
+            OutOfMemory: memory ran out in collective work; with which budget all ranks are to start again.
         """
         while True:
             plans = plan_micro_batches(
@@ -101,11 +103,13 @@ class TokenBudget:
             )
             smallest = max(_largest(batch, atoms, share) for batch, atoms in batches)
             here = f" on {together}" if together is not None else ""
+            tokens = max(smallest, min(self.tokens, largest) // 2)
             if together is not None and largest > smallest:
-                raise UserError(
+                raise OutOfMemory(
                     f"memory ran out{here}",
                     found=f"a micro-batch of at most {largest} tokens, {failure}",
-                    remedy=f"set {self.key} to {max(smallest, largest // 2)} or less, and go on with --resume",
+                    remedy=f"set {self.key} to {tokens} or less, and go on with --resume",
+                    smaller=SmallerBudget(self.key, tokens, self.num_oom + 1),
                 )
             if largest <= smallest:
                 raise UserError(
@@ -114,8 +118,11 @@ class TokenBudget:
                     remedy="shorten the sequences, or set activation_checkpointing: true or precision: bf16 beside "
                     f"{self.key}",
                 )
-            self.num_oom += 1
-            self.tokens = max(smallest, min(self.tokens, largest) // 2)
+            self.lower(tokens, self.num_oom + 1)
+
+    def lower(self, tokens: int, num_oom: int) -> None:
+        """Takes over what memory has allowed, where that is less."""
+        self.tokens, self.num_oom = min(self.tokens, tokens), max(self.num_oom, num_oom)
 
     # State -----------------------------------------------------------------------------------------------
 
@@ -125,6 +132,5 @@ class TokenBudget:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Keeps a budget low that memory has lowered; otherwise the recipe's counts."""
-        self.num_oom = int(state["num_oom"])
-        if self.num_oom:
-            self.tokens = min(self.tokens, int(state["tokens"]))
+        if state["num_oom"]:
+            self.lower(int(state["tokens"]), int(state["num_oom"]))

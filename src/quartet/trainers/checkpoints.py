@@ -61,6 +61,7 @@ from quartet.trainers.run import CHECKPOINT, WRITER, RunDirectory
 from quartet.trainers.run_files import (
     MARKER,
     naming_write_errors,
+    noted_budgets,
     read_json,
     recipe_job,
     verify_model_digests,
@@ -172,6 +173,18 @@ async def load_drafts(engines: Sequence[RoleGroup[Checkpointed]], checkpoint: Ch
         shares = [path / f"{DRAFTS}{i % num_saved}" for i in range(len(engines))]
         pairs = zip(engines, shares, strict=True)
         await gather_all([engine.call(Checkpointed.load_checkpoint, share) for engine, share in pairs])
+
+
+async def lower_budgets(run: Path, workers: Mapping[str, RoleGroup[Any]]) -> None:
+    """Has every worker, by role, take over what is noted for it: more than its checkpoint may know.
+
+    Raises:
+        UserError: the notes are damaged.
+    """
+    noted = noted_budgets(run)
+    for role in workers.keys() & {budget.role for budget in noted}:
+        own = [budget for budget in noted if budget.role == role]
+        await workers[role].call(Checkpointed.lower_budgets, own)
 
 
 async def bring_to_driver(run: RunDirectory, group: RoleGroup[Any], *paths: Path) -> None:

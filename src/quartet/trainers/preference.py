@@ -49,7 +49,6 @@ from quartet.train.metrics import MetricSums
 from quartet.train.objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.loading import load_shares
-from quartet.train.token_budget import TokenBudget
 from quartet.trainers import checkpoints
 from quartet.trainers.devices import FrozenModels, resolve_precision
 from quartet.trainers.input_sources import (
@@ -175,7 +174,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
             packed = FrozenModels(self.device, precision, moves_user_models=not stays).causal(
                 model, is_user_object=passed is not None
             )
-        budget = TokenBudget(train.forward_token_budget, "train.forward_token_budget")
+        budget = self.engine.forward_budget
 
         def forward(batch: RaggedBatch) -> ColumnSet:
             return forward_only(packed, batch, _LOGPROBS, budget, train.logprob_chunk, share=train.share_prefixes)

@@ -91,7 +91,7 @@ from quartet.trainers.loop import RLLoop
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import Stopwatch, open_run
-from quartet.trainers.run_files import Resume, naming_write_errors
+from quartet.trainers.run_files import Resume, naming_write_errors, note_budgets
 from quartet.trainers.signals import reclaim_signals, run_async
 from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, run_placement, shares_reference
 from quartet.weights.manifest import WeightSyncError
@@ -363,7 +363,6 @@ class RLTrainer:
         self.kl = KLCoefficient(recipe.algorithm, self.roles.warmup_steps)
         self._shuffle = partial(_permutation, recipe.seed) if shuffle_scores else None
         self._loop: RLLoop | None = None
-        self._deaths: list[str] = []
         self._bar: ProgressBar | None = None
         self._rollout_bar: ProgressBar | None = None
 
@@ -410,6 +409,7 @@ class RLTrainer:
         step, self._at = beginning.step, beginning
         self.evaluation.start(step)
         self._loop = None
+        await checkpoints.lower_budgets(self.path, self.workers.models)
         loop = RLLoop(self.roles, self.workers, self.run, self.kl, self._on_finished, step, shuffle=self._shuffle)
         await loop.begin()
         self._loop = loop
@@ -438,11 +438,11 @@ class RLTrainer:
         self.run.check_stop(None)  # a signal that went to all processes ended them, or they are not needed any more
         while True:
             try:
-                happened, is_lost = await asyncio.to_thread(self.workers.replace_dead, error, is_learning)
+                happened, is_lost, lowered = await asyncio.to_thread(self.workers.replace_dead, error, is_learning)
+                note_budgets(self.path, lowered)
                 self.run.drain()
                 beginning = await self._restore() if is_lost else await self._rewound()
-                self._deaths.append(f"{happened}; the run went on after step {beginning.step}")
-                self.progress.print(self._deaths[-1])
+                self.run.warning(f"{happened}; the run went on after step {beginning.step}")
             except (ClusterError, WeightSyncError) as another:
                 if another is error:
                     raise
@@ -507,7 +507,7 @@ class RLTrainer:
         engines = self.roles.engines()
         exported = [await self._export(role) for role in engines]
         await self.roles.describe()
-        notes = [*self._warnings(), *self._deaths, *self.run.warnings, *(note for notes in exported for note in notes)]
+        notes = [*self._warnings(), *self.run.warnings, *(note for notes in exported for note in notes)]
         rows = read_metrics(self.path / "metrics.jsonl")
         last = {name: value for row in rows for name, value in row.items() if name not in ("step", "time_s")}
         summary = self.run.finish(
@@ -606,8 +606,9 @@ class RLTrainer:
             if self.run.is_stopped_at_once:
                 raise
             if not loop.is_learning and step > 0 and step not in self.run.saved_steps():
-                await self._save(self._at)
-                self.run.drain()
+                with contextlib.suppress(WorkerDied):  # the failure has ended its group
+                    await self._save(self._at)
+                    self.run.drain()
             raise
 
 

@@ -33,8 +33,10 @@ from typing import Any, Literal, TextIO, TypeVar
 
 import torch
 import yaml
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
+from quartet.cluster.errors import SmallerBudget
 from quartet.config import UserError
 from quartet.config.common import HubConfig, ModelConfig, StrictModel
 from quartet.config.engines import BaseSpeculationConfig
@@ -414,6 +416,31 @@ def write_json(path: Path, value: object) -> None:
     """Writes atomically: a reader sees the old file or the new one."""
     with naming_write_errors(path):
         replace_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+BUDGETS = "budgets.json"
+"""What memory has lowered in a run."""
+
+
+def note_budgets(run: Path, found: Sequence[SmallerBudget]) -> None:
+    """Notes in the run's directory what memory has lowered, for those who start its workers again."""
+    if found:
+        noted = {(budget.role, budget.key): budget for budget in (*noted_budgets(run), *found)}
+        write_json(run / BUDGETS, [asdict(budget) for budget in noted.values()])
+
+
+def noted_budgets(run: Path) -> list[SmallerBudget]:
+    """Returns what ``note_budgets`` has noted.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    if not (path := run / BUDGETS).is_file():
+        return []
+    try:
+        return TypeAdapter(list[SmallerBudget]).validate_python(read_json(path))
+    except ValidationError as error:
+        raise _damaged(path, "no list of budgets") from error
 
 
 R = TypeVar("R", bound=Recipe)

@@ -28,7 +28,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup, connect
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, CustomDispatch, dispatch
+from quartet.cluster.errors import OutOfMemory
+from quartet.cluster.group import DeathCount
 from quartet.cluster.ranks import LastMessage, TorchrunRanks
+from quartet.cluster.worker import num_torchrun_restarts
 from quartet.config import Interrupted, UserError
 from quartet.config.common import DataConfig, RayCluster
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
@@ -62,6 +65,7 @@ from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.state import Shape
+from quartet.train.token_budget import TokenBudget
 from quartet.trainers import checkpoints
 from quartet.trainers.checkpoints import TrainResult
 from quartet.trainers.devices import resolve_precision, set_up_worker_process, throughput, worker_device
@@ -81,7 +85,7 @@ from quartet.trainers.input_sources import (
     with_names,
 )
 from quartet.trainers.run import Stopwatch, open_run
-from quartet.trainers.run_files import Resume, naming_write_errors, read_json
+from quartet.trainers.run_files import Resume, naming_write_errors, note_budgets, read_json
 from quartet.trainers.signals import reclaim_signals, run_async, stop_signals
 
 R = TypeVar("R", bound=SupervisedRecipe)
@@ -308,6 +312,10 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
                 return save_scalar_model(self.packed, tokenizer, path, seen=self._seen(), eos_ids=eos_ids)
             return save_causal_lm(self.packed, tokenizer, path, eos_ids=eos_ids)
 
+    @property
+    def budgets(self) -> Sequence[TokenBudget]:
+        return self.engine.budget, self.engine.forward_budget
+
     def checkpoint_state(self) -> dict[str, Any]:
         return self.engine.state()
 
@@ -375,6 +383,8 @@ class SupervisedTrainer(Generic[R, W]):
     ) -> None:
         check_recipe(recipe, self.recipe_class)
         recipe, passed, own = with_names(recipe, model, tokenizer)
+        if recipe.cluster.type == "torchrun" and recipe.output_dir is not None and num_torchrun_restarts():
+            resume = resume or "auto"
         self.run, self.progress, device = open_run(recipe, resume, progress, passed, callbacks)
         self.recipe = recipe = self.run.pin(recipe)
         self.path = self.run.path
@@ -386,6 +396,7 @@ class SupervisedTrainer(Generic[R, W]):
         self._joined: TorchrunRanks | None = None
         if recipe.cluster.type == "ray":
             self._backend = connect(recipe.cluster.address)
+            self._count = DeathCount(recipe.cluster.max_restarts)
             reclaim_signals()
         elif recipe.cluster.type == "local":
             self._worker = cast(W, self.worker_class(recipe, self._given, device))
@@ -421,9 +432,16 @@ class SupervisedTrainer(Generic[R, W]):
 
         Raises:
             Interrupted: Ctrl-C, SIGTERM or SIGUSR1; saved, and resumable.
-            UserError: a worker died, the disk is full, …; ``resume`` goes on from the last checkpoint.
+            UserError: workers died too often, the disk is full, …; ``resume`` goes on from the last checkpoint.
             SystemExit: in a process of torchrun's that is not rank 0, where that fails.
         """
+        try:
+            return self._run()
+        except OutOfMemory as error:  # on this rank of torchrun's, which may start all ranks again
+            note_budgets(self.path, [error.smaller])
+            raise
+
+    def _run(self) -> TrainResult:
         watch = Stopwatch()
         if self.recipe.cluster.type == "torchrun" and (ranks := self._ranks()).rank:
             return self._serve(ranks)
@@ -516,23 +534,47 @@ class SupervisedTrainer(Generic[R, W]):
         return TrainResult(self.path, read_json(self.path / "summary.json"), self._trained)
 
     async def _train(self, group: RoleGroup[W], about: SupervisedDescription, watch: Stopwatch) -> dict[str, Any]:
-        try:
-            await checkpoints.check_storage(self.run, {"model": group})
-            await self._prepare(group)
-            metrics = await self._run_steps(group, about)
-            warning = await group.call(SupervisedWorker.write_model, self._path_of_workers / "model")
-            await checkpoints.bring_to_driver(self.run, group, self.path / "model", adapter_path(self.path / "model"))
-            about = await group.call(SupervisedWorker.describe)  # with what was left out of rows as they were drawn
-        except ClusterError as error:
-            if self._joined is None:  # torchrun has sent the signal, since a rank died
-                self.run.check_stop(None)  # a signal that went to all processes ended them
-            raise self._explained(error) from error
+        failure: ClusterError | None = None
+        while True:
+            try:
+                if failure is not None:
+                    await self._start_again(failure)
+                await checkpoints.check_storage(self.run, {"model": group})
+                await checkpoints.lower_budgets(self.path, {"model": group})
+                await self._prepare(group)
+                metrics = await self._run_steps(group, about)
+                warning = await group.call(SupervisedWorker.write_model, self._path_of_workers / "model")
+                written = self.path / "model", adapter_path(self.path / "model")
+                await checkpoints.bring_to_driver(self.run, group, *written)
+                about = await group.call(SupervisedWorker.describe)  # with what was left out of rows as they were drawn
+                break
+            except ClusterError as error:
+                if error is failure or self._processes is None:
+                    raise self._explained(error) from error
+                failure = error
         return self.run.finish(
             {
                 "stages": [{"name": self._stage, "seconds": round(watch.seconds, 3), "metrics": metrics}],
                 "notes": [*about.warnings, *self.run.warnings, *([warning] if warning else [])],
             }
         )
+
+    async def _start_again(self, error: ClusterError) -> None:
+        """Starts the processes of Ray again, where one of them died; the steps since the last checkpoint are done
+        again.
+
+        Raises:
+            ClusterError: ``error``, where none died.
+            UserError: they died too often.
+        """
+        assert self._processes is not None, "torchrun starts its ranks itself"
+        self.run.check_stop(None)  # a signal that went to all processes ended them
+        if not (deaths := self._processes.dead(_PATIENCE_S)):
+            raise error
+        self._count.note(deaths, deaths[0].report(), error)
+        note_budgets(self.path, [death.smaller for death in deaths if death.smaller])
+        await asyncio.to_thread(self._processes.restart)
+        self.run.warning(f"{deaths[0].report()}; started anew")
 
     async def _prepare(self, group: RoleGroup[W]) -> None:
         """Does what goes before the first step, with the model as given, also where a checkpoint then replaces it."""
@@ -546,7 +588,7 @@ class SupervisedTrainer(Generic[R, W]):
         if found is not None:  # a run killed between its last checkpoint and its summary has nothing left to train
             await checkpoints.load_states(saved, found)
             step, last = found.step, dict(found.info["metrics"])
-        run.start(step)
+        run.rewind(step)
         with self.progress.stage(name, about.steps) as bar:
             bar.advance(step)
             while step < about.steps and not run.has_stopped:
@@ -588,15 +630,12 @@ class SupervisedTrainer(Generic[R, W]):
         return metrics
 
     def _explained(self, error: ClusterError) -> Exception:
-        """Returns ``error``, or where a worker died which one that was and of what, and how to go on."""
-        deaths = self._processes.dead(_PATIENCE_S) if self._processes is not None else []
-        if isinstance(error, WorkerDied) and self._joined is not None:
-            deaths = [error.death]
-        if not deaths:
+        """Returns ``error``, or where a rank of torchrun's died which one that was, and how to go on."""
+        if self._joined is None or not isinstance(error, WorkerDied):
             return error
         return UserError(
             "a worker of the run died",
-            found=deaths[0].report(),
+            found=error.death.report(),
             remedy="mend what kills it, and go on from the last checkpoint with --resume",
         )
 

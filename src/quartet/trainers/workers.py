@@ -19,6 +19,8 @@ from typing import cast
 import torch
 
 from quartet.cluster import ResourcePool, WorkerGroup, connect
+from quartet.cluster.errors import SmallerBudget
+from quartet.cluster.group import DeathCount
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.common import RayCluster
@@ -347,7 +349,7 @@ class RunWorkers:
     def groups_of(self, role: str) -> Sequence[RoleGroup[Offloadable]]:
         return self.engines if role == "rollout" else [self.models[role]]
 
-    def replace_dead(self, error: Exception, is_learning: bool) -> tuple[str, bool]:
+    def replace_dead(self, error: Exception, is_learning: bool) -> tuple[str, bool, list[SmallerBudget]]:
         """Puts new workers in the place of dead ones.
 
         Args:
@@ -355,7 +357,8 @@ class RunWorkers:
             is_learning: updates of the step under way had begun.
 
         Returns:
-            What happened, in words, and whether the states of the roles that train are to be restored.
+            What happened, in words; whether the states of the roles that train are to be restored; and what memory has
+            lowered.
 
         Raises:
             Exception: ``error``, where no worker died.
@@ -413,7 +416,7 @@ class RayRunWorkers(RunWorkers):
         self.cluster = recipe.cluster
         self._objects = objects.models_only()
         self._groups: dict[str, WorkerGroup] = {}
-        self._num_deaths = 0
+        self._count = DeathCount(self.cluster.max_restarts)
         self._changing = (
             {*TRAINED_ROLES, "reference"} if reference_refresh_steps(recipe) is not None else {*TRAINED_ROLES}
         )
@@ -436,7 +439,7 @@ class RayRunWorkers(RunWorkers):
         self._groups = {name: group.result() for name, group in groups.items()}
         self._connect()
 
-    def replace_dead(self, error: Exception, is_learning: bool) -> tuple[str, bool]:
+    def replace_dead(self, error: Exception, is_learning: bool) -> tuple[str, bool, list[SmallerBudget]]:
         """Starts a pool with a dead worker anew. Where weights were lost, or are between two steps, the pools of all
         roles whose weights change do: they go back to one consistent point together."""
         deaths = {name: found[0] for name, group in self._groups.items() if (found := group.dead(_PATIENCE_S))}
@@ -447,20 +450,15 @@ class RayRunWorkers(RunWorkers):
         who = "; ".join(
             f"{death.report()} ({', '.join(roles_in(self.placement, pool))})" for pool, death in deaths.items()
         )
-        self._num_deaths += 1
-        if self._num_deaths > self.cluster.max_restarts:
-            raise UserError(
-                "workers died more often than the run replaces them",
-                found=f"death {self._num_deaths}, cluster.max_restarts is {self.cluster.max_restarts}; {who}",
-                remedy="mend what kills them (their own output, above, may say it) and go on with --resume",
-            ) from error
+        self._count.note([*deaths.values()], who, error)
         # Engines that have newer weights already do not take older ones.
         going_back = changing | {self.placement.pool_of["rollout"]} if states else set()
         anew = sorted(deaths.keys() | going_back)
         with ThreadPoolExecutor(len(anew)) as starting:
             for restarted in [starting.submit(self._groups[name].restart) for name in anew]:
                 restarted.result()
-        return f"{who}; started anew: {', '.join(anew)}", states
+        lowered = [death.smaller for death in deaths.values() if death.smaller]
+        return f"{who}; started anew: {', '.join(anew)}", states, lowered
 
     def close(self) -> None:
         self.compute.close()

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from quartet.cluster.errors import SmallerBudget
 from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
@@ -26,7 +27,7 @@ from quartet.observe.progress import Progress
 from quartet.observe.rollouts import RolloutRecord, read_rollout_step, rollouts_path, write_rollout_step
 from quartet.trainers.evaluation_metrics import read_answers
 from quartet.trainers.run import RunDirectory
-from quartet.trainers.run_files import changed_keys, completed_stage, write_models
+from quartet.trainers.run_files import changed_keys, completed_stage, note_budgets, noted_budgets, write_models
 from quartet.trainers.supervised import SFTTrainer
 from saved_states import save, saved
 
@@ -341,3 +342,18 @@ def test_damaged_answers_are_named_by_their_line(changes: dict[str, Any], tmp_pa
     assert "answers.jsonl, line 2" in caught.value.found
     path.write_text(json.dumps(ANSWER) + "\n")
     assert [answer.completion for answer in read_answers(path)] == ["3"]
+
+
+def test_the_newest_budget_of_each_role_is_noted_and_damage_is_told(tmp_path: Path) -> None:
+    assert noted_budgets(tmp_path) == []
+    first, other = SmallerBudget("train.token_budget", 64, 1, "model"), SmallerBudget("budget", 9, 1, "judge")
+    second = SmallerBudget("train.token_budget", 32, 2, "model")
+    note_budgets(tmp_path, [])
+    assert not list(tmp_path.iterdir())
+    for found in ([first, other], [second]):
+        note_budgets(tmp_path, found)
+    assert noted_budgets(tmp_path) == [second, other]
+    for text in ("{", "[1]", '[{"key": "budget", "tokens": "many", "num_oom": 1}]'):
+        (tmp_path / "budgets.json").write_text(text)
+        with pytest.raises(UserError, match=r"budgets\.json is damaged"):
+            noted_budgets(tmp_path)

@@ -14,6 +14,7 @@ import pytest
 
 from quartet.cluster import WorkerDied, WorkerError
 from quartet.cluster.errors import WorkerDeath, WorkerFailure
+from quartet.cluster.group import DeathCount
 from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
 from quartet.trainers.model_loader import UserObjects
@@ -64,8 +65,7 @@ def test_a_worker_that_cannot_be_made_anew_ends_the_run_after_its_restarts() -> 
     death = WorkerDeath("trained", 0, None, "here", "starting", "OSError: no such model")
     workers: Any = RayRunWorkers.__new__(RayRunWorkers)
     workers._groups = {"trained": SimpleNamespace(dead=lambda timeout_s: [death], restart=restart)}
-    workers._num_deaths, workers._changing = 0, {"actor"}
-    workers.cluster = SimpleNamespace(max_restarts=3)
+    workers._count, workers._changing = DeathCount(3), {"actor"}
     workers.placement = SimpleNamespace(pool_of=dict.fromkeys(("actor", "rollout"), "trained"))
     trainer: Any = RLTrainer.__new__(RLTrainer)
     trainer.workers, trainer._loop = workers, None
