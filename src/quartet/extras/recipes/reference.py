@@ -18,19 +18,14 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from quartet.config import strict
 from quartet.config.algorithms import PPO, BestOfN, Distillation, RewardedAlgorithm
 from quartet.config.errors import UserError
 from quartet.config.load import job_methods, unknown_job_error
 from quartet.config.nearest import guess_columns, suggest_name
 from quartet.config.plugins import StarterRecipe, all_jobs, load_object, recipe_classes
 from quartet.config.preference import KTOLoss
-from quartet.config.strict import (
-    choose_union_member,
-    discriminator_values,
-    item_annotation,
-    strip_annotated,
-    union_members,
-)
+from quartet.config.strict import item_annotation, strip_annotated, union_members
 from quartet.config.yamls import dump_yaml_inline
 
 _SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text"}
@@ -88,7 +83,7 @@ class _Place:
 
     @property
     def tag(self) -> str:
-        return discriminator_values([self.model])[0]
+        return strict.discriminator_values([self.model])[0]
 
     def variant(self, name: str) -> _Place:
         model = self.models[name]
@@ -149,7 +144,7 @@ def _words(annotation: Any) -> str:
         return " | ".join(dump_yaml_inline(part) for part in arguments)
     if origin in (Union, types.UnionType):
         if len(union_members(annotation)) > 1:
-            return f"choice by {discriminator_values(union_members(annotation))[0]}"
+            return f"choice by {strict.discriminator_values(union_members(annotation))[0]}"
         return " or ".join(dict.fromkeys(_words(part) for part in arguments if part is not type(None)))
     if origin in (tuple, list):
         each = [_words(part) for part in arguments if part is not Ellipsis]
@@ -170,7 +165,7 @@ def _held_models(annotation: Any) -> list[type[BaseModel]]:
 def _choices(annotation: Any) -> dict[str, type[BaseModel]]:
     """Returns the variants of a tagged union by their tag; empty for anything else."""
     models = _held_models(annotation)
-    return discriminator_values(models)[1] if len(models) > 1 else {}
+    return strict.discriminator_values(models)[1] if len(models) > 1 else {}
 
 
 # What is asked for ---------------------------------------------------------------------------------------
@@ -279,7 +274,7 @@ def _key(place: _Place, name: str, info: FieldInfo) -> Key:
     elif isinstance(default, BaseModel):
         shown = ""
         if tagged := _choices(info.annotation):  # its name, and what else it says differently from its own defaults
-            tag = discriminator_values(list(tagged.values()))[0]
+            tag = strict.discriminator_values(list(tagged.values()))[0]
             changed = {tag: getattr(default, tag), **default.model_dump(mode="json", exclude_defaults=True)}
             shown = dump_yaml_inline(changed)
     elif default is None and info.default_factory is not None:
@@ -502,7 +497,7 @@ def _written(section: Mapping[str, Any], model: type[BaseModel], indent: int = 0
         is_list = isinstance(value, list) and isinstance(value[0], dict)
         first = value[0] if is_list else value
         of_item = item_annotation(annotation) or annotation
-        below = choose_union_member(of_item, first) if isinstance(first, dict) else None
+        below = strict.choose_union_member(of_item, first) if isinstance(first, dict) else None
         if below is not None and not name.startswith(_EXAMPLE):
             yield f"{name}:"
             for n, line in enumerate(_written(first, below, indent + 2)):

@@ -74,14 +74,11 @@ class Watch:
         return self._run.get("status") == "running"
 
     def screen(self) -> RenderableType:
-        run = self._run
+        run, status = self._run, self._run.get("status", "status unknown")
         head = Text.assemble(
             (escape_control(str(run.get("name", self._dir.name))), "bold"),
             f"  {escape_control(str(run.get('job', '')))}  ",
-            (
-                escape_control(str(run.get("status", "status unknown"))),
-                "green" if run.get("status") == "done" else "cyan",
-            ),
+            (escape_control(str(status)), "green" if status == "done" else "cyan"),
         )
         notes = [Text(f"note: {escape_control(note)}", style="yellow") for note in self._notes]
         known = sorted(self._stages.values(), key=lambda stage: stage.newest_s)
@@ -148,12 +145,8 @@ class _WatchedStage:
             return []
         seconds = seconds_by_name(span for span in self.files.spans if span.step == steps[0])
         longest = sorted(seconds.items(), key=lambda item: -item[1])[:_SHOWN_STAGES]
-        return [
-            Text(
-                escape_control("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)),
-                style="dim",
-            )
-        ]
+        text = "stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)
+        return [Text(escape_control(text), style="dim")]
 
     def _sampled(self) -> list[RenderableType]:
         """Shows the best of the newest rollouts, a middling one and the worst."""
