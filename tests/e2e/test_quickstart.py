@@ -36,7 +36,7 @@ def test_short_quickstart_repeats_its_golden_curve(short: tuple[Path, dict[str, 
     """Bit for bit on the kind of machine that recorded it; elsewhere the first updates within rounding."""
     module, (_, found) = golden_module(), short
     recorded = json.loads(module.PATH.read_text(encoding="utf-8"))
-    if recorded["processor"] == module.processor():
+    if recorded["processor"] == module.describe_processor():
         assert found == recorded["curves"]
         return
     for ours, theirs in zip(found["sft"][:5], recorded["curves"]["sft"][:5], strict=True):
