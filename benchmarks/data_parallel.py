@@ -6,9 +6,9 @@
 GRPO, fp32, gradient clipping and AdamW. The ways to train together:
 
 - ``all_reduce``: every process holds the model and computes its share; gradients are summed behind the last backward.
-  This is plain data parallelism, written here for comparison.
-- ``replicate``: FSDP2, every process with a whole copy.
-- ``fixed_order``: as ``replicate``, with sums taken in the order of the ranks.
+  This is plain data parallelism by the library's all-reduce, written here for comparison.
+- ``replicate``: the engine's way of the same.
+- ``fixed_order``: as ``replicate``, with sums taken in the order of the ranks; on CPUs they always are.
 - ``shard``: FSDP2, the weights, gradients and states shared out over all processes.
 - ``context``: as ``shard``, and the processes compute every micro-batch together, each some of its tokens.
 - ``tensor``: the same, each some columns and rows of every layer, and some tokens between layers.
