@@ -14,6 +14,7 @@ import torch
 from torch import distributed
 
 from quartet.cluster import RANK_ZERO, ResourcePool, Worker, WorkerDied, WorkerError, WorkerGroup, dispatch
+from quartet.config import UserError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 SOON_S = 10.0
@@ -33,6 +34,13 @@ class Trainer(Worker):
         """One rank hangs; the others wait for it in a collective."""
         if self.rank == rank:
             time.sleep(600)
+        return self.sum_ranks()
+
+    @dispatch()
+    def stumble(self, error: type[Exception]) -> float:
+        """One rank raises; the others wait for it in a collective."""
+        if self.rank == 1:
+            raise error("no way on") if error is ValueError else UserError("no", found="way", remedy="on")
         return self.sum_ranks()
 
     @dispatch(RANK_ZERO, blocking=False)
@@ -90,6 +98,23 @@ def test_a_killed_worker_is_named_not_those_that_waited_for_it(trainer: WorkerGr
     assert [d.rank for d in trainer.dead()] == [1]
     trainer.restart()
     assert trainer.sum_ranks() == [1.0] * 2, "a new process group"
+
+
+@pytest.mark.parametrize("error", [ValueError, UserError])
+def test_a_group_whose_ranks_wait_for_one_that_failed_is_ended(trainer: WorkerGroup, error: type[Exception]) -> None:
+    """A mistake of the user comes out as it is."""
+    start = time.monotonic()
+    with pytest.raises(WorkerDied if error is ValueError else UserError) as caught:
+        trainer.stumble(error)
+    assert time.monotonic() - start < SOON_S
+    assert isinstance(caught.value, UserError) or "Traceback" in str(caught.value.__cause__)
+    assert [(d.rank, d.reason) for d in trainer.dead()] == [
+        (1, "ValueError: no way on" if error is ValueError else "no: way")
+    ]
+    with pytest.raises(WorkerDied):
+        trainer.sum_ranks()
+    trainer.restart()
+    assert trainer.sum_ranks() == [1.0] * 2
 
 
 def test_an_idle_worker_that_dies_is_found(trainer: WorkerGroup) -> None:
