@@ -42,7 +42,7 @@ test-waiting: $(VENV)/.installed-test
 
 # What decides the order of sums, and so the last bits of every figure.
 processor: $(VENV)/.installed-test
-	@OMP_NUM_THREADS=1 $(BIN)/python -c "from quartet.observe.memory import processor; print('processor:', processor())"
+	@OMP_NUM_THREADS=1 $(BIN)/python -c "from quartet.observe.memory import describe_processor; print('processor:', describe_processor())"
 
 # What promises equal bits, or a distance in them, again with the kernels of a processor that has no AVX-512: where memory
 # lies, how many rows a product has, and engine beside trainer. What a test adds in Python alone is not asked twice.
