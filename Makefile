@@ -30,7 +30,7 @@ more: $(VENV)/.installed-test
 
 # One process beside those two, among others with what waits for Ray, signals and its own processes much of its time.
 WAITING := tests/e2e/test_placement_faults.py tests/e2e/test_ray_placements.py tests/e2e/test_ray_model_parallel.py \
-	tests/distributed
+	tests/e2e/test_rank_failures.py 	tests/distributed
 BESIDE := $(VENV)/beside.log
 beside: $(VENV)/.installed-test
 	@status=0; for part in test-avx2 test-waiting; do \

@@ -8,9 +8,9 @@ An update is, on every rank:
 3. *sums*: of metrics, of peers once, and of the gradients.
 4. *norm*: of the gradients over their parts; all copies must have the same.
 
-A rank that fails, wherever it is, ends the run: nothing is taken up again within an update. The others, which wait for
-it in a collective, fail as its process ends (torchrun ends them, a run on Ray its workers), by the time limit at the
-latest.
+A rank that fails, wherever it is, ends the update: nothing is taken up again within it. The others, which wait in a
+collective, end with it: torchrun and the driver on Ray end the whole group, and start it again. One that hangs is
+noticed by the time limit.
 """
 
 from __future__ import annotations
