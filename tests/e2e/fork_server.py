@@ -43,7 +43,7 @@ EVENTS: dict[str, tuple[Any, str]] = {
     "heads": (Companion, "learn"),
     "head": (HeadTrainer, "learn"),
     "decode": (NativeEngine, "step"),
-    "snapshot": (checkpoint, "snapshot"),
+    "snapshot": (checkpoint, "copy_to_host"),
     "upload": (Store, "upload"),
     "manifest": (Store, "write"),
     "finish": (run_module.RunDirectory, "finish"),
@@ -79,7 +79,7 @@ def kill_before(event: str, n: int) -> None:
 
 def slow_down(saving: threading.Event) -> None:
     """Sets ``saving`` from the copy for a checkpoint until it is written, and makes each of its files take its time."""
-    snapshot, complete, fsync = checkpoint.snapshot, saving_module.complete_checkpoint, os.fsync
+    snapshot, complete, fsync = checkpoint.copy_to_host, saving_module.complete_checkpoint, os.fsync
 
     def begin(state: Any) -> Any:
         saving.set()
@@ -95,7 +95,7 @@ def slow_down(saving: threading.Event) -> None:
         time.sleep(SLOWED_S * saving.is_set())
         fsync(descriptor)
 
-    checkpoint.snapshot, saving_module.complete_checkpoint, os.fsync = begin, end, slow_fsync
+    checkpoint.copy_to_host, saving_module.complete_checkpoint, os.fsync = begin, end, slow_fsync
 
 
 def run(command: dict[str, Any]) -> int:

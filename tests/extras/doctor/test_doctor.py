@@ -227,14 +227,14 @@ def test_stale_weights(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_tied_head_that_is_not_synced(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = workers.own_copy
+    made = workers.copy_packed_model
 
     def with_own_head(packed: Any) -> Any:
         copied = made(packed)
         copied.head = copy.deepcopy(copied.head)
         return copied
 
-    monkeypatch.setattr(workers, "own_copy", with_own_head)
+    monkeypatch.setattr(workers, "copy_packed_model", with_own_head)
     found = examined(**OWN_ENGINE, model={"tie_word_embeddings": True, "initializer_range": 0.3})
     assert unwell(found) == {"weight_update"}
 

@@ -146,7 +146,7 @@ def test_an_own_copy_shares_nothing(
     def probed(*_: object) -> None:
         raise AssertionError("probed again")
 
-    monkeypatch.setattr("quartet.models.loading.probe", probed)
+    monkeypatch.setattr("quartet.models.loading.probe_packing", probed)
     copied = copy_packed_model(trainer)
     assert (copied.precision, copied.numerics, copied.logit_scale) == ("fp32", "fast", 0.5)
     assert copied.shares_prefixes == trainer.shares_prefixes
