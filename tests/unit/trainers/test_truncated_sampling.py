@@ -51,7 +51,7 @@ def test_sampler_and_trainer_agree_to_the_last_bit(first_step: Any, truncated_lo
 
 def test_without_the_trainers_part_they_would_differ(first_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (loop, roles):
-        monkeypatch.setattr(module, "limits_of", lambda recipe: None)
+        monkeypatch.setattr(module, "policy_limits", lambda recipe: None)
     assert first_step(truncated_logprobs=True)["agreement/logprob_diff_max"] > 0.1
 
 
