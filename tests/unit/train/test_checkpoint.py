@@ -158,7 +158,7 @@ CUTS = {
     "torch.save": [3, 6],
     "json.dumps": [3, 6],
     "CheckpointManifest.write": [3, 6],
-    "sync_directory": [3, 6],
+    "fsync_directory": [3, 6],
     "os.replace": [3, 6],
     # The new one is complete; the oldest is half deleted.
     "shutil.rmtree": [6, 9],
