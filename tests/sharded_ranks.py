@@ -23,7 +23,7 @@ from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.models.work import WorkCounter
-from quartet.schedule.model_worker import UpdateSpec
+from quartet.schedule.model_worker import OptimizerStep
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import (
     KTOObjective,
@@ -254,7 +254,7 @@ def heads_beside(case: Case, shared: bool, mesh: Mesh | None = None) -> dict[str
     worker = CompanionWorker(engine, None, Companion(engine, heads, learning, seed=3))
     _, objective, _ = objectives()[case.objective]
     updates = [
-        [UpdateSpec((0, 1, 2, 3, 4, 5), objective, 2 * step), UpdateSpec((6, 7, 8, 9), objective, 2 * step + 1)]
+        [OptimizerStep((0, 1, 2, 3, 4, 5), objective, 2 * step), OptimizerStep((6, 7, 8, 9), objective, 2 * step + 1)]
         for step in range(2)
     ]
     figures = [worker.update(batch, of_step)[-1] | worker.train_drafter() for of_step in updates]

@@ -65,13 +65,13 @@ PLUGIN = Plugin(jobs={"short": SHORT})
 RECIPE = """
 from typing import Literal
 from quartet.config.recipe import SFTRecipe
-from quartet.config.plugins import Starter
+from quartet.config.plugins import StarterRecipe
 
 class ShortRecipe(SFTRecipe):
     \"\"\"SFT that is short.\"\"\"
     job: Literal["short"] = "short"
 
-STARTER = Starter("rows.jsonl", ("prompt", "completion"))
+STARTER = StarterRecipe("rows.jsonl", ("prompt", "completion"))
 """
 TRAINER = """
 from broken_recipe import ShortRecipe
@@ -134,7 +134,7 @@ def test_a_job_of_a_package_is_a_command_like_any_other(world: Any, tmp_path: Pa
         (
             "from quartet import Plugin, RewardType as T\n"
             'PLUGIN = Plugin(rewards={"new": T("quartet.config.rewards:MathReward", model="os:path")})',
-            "a subclass of ModelSource",
+            "a subclass of BaseModelReward",
         ),
     ],
     ids=[

@@ -540,7 +540,7 @@ Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
-class SampledTokens:
+class RolloutMismatchInputs:
     """Tokens that were sampled under other log-probabilities than those when the step began.
 
     Attributes:
@@ -579,7 +579,12 @@ class ImportanceWeights:
 
 @torch.no_grad()
 def importance_weights(
-    given: SampledTokens, *, level: Level, mode: Literal["truncate", "mask"], cap: float, floor: float | None = None
+    given: RolloutMismatchInputs,
+    *,
+    level: Level,
+    mode: Literal["truncate", "mask"],
+    cap: float,
+    floor: float | None = None,
 ) -> ImportanceWeights:
     """Returns the weights ``old / rollout`` that correct a loss for the policy which really sampled; constants.
 
@@ -601,7 +606,7 @@ def importance_weights(
 
 
 @torch.no_grad()
-def mean_weight(weights_T: Tensor, given: SampledTokens, *, level: Level) -> Tensor:
+def mean_weight(weights_T: Tensor, given: RolloutMismatchInputs, *, level: Level) -> Tensor:
     """Returns the scalar mean of ``importance_weights`` over their tokens, or over the trajectories that have any; 1
     without any token, or where all weights are 0. Weights divided by it have mean 1: self-normalised importance
     sampling.
@@ -619,7 +624,7 @@ def mean_weight(weights_T: Tensor, given: SampledTokens, *, level: Level) -> Ten
 
 @torch.no_grad()
 def within_ratio_limits(
-    given: SampledTokens, *, statistic: Literal["geometric", "sequence"], lower: float, upper: float
+    given: RolloutMismatchInputs, *, statistic: Literal["geometric", "sequence"], lower: float, upper: float
 ) -> Tensor:
     """Returns ``[N]`` bool: trajectories whose ratio ``old / rollout`` lies within both limits; True for those without
     tokens.

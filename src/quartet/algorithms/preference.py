@@ -63,7 +63,7 @@ class AnswerPairs:
 
 
 @dataclass(frozen=True)
-class JudgedLossOutput:
+class UnpairedLossOutput:
     """``loss`` with gradient, and the detached implicit reward ``[S]`` of each answer."""
 
     loss: Tensor
@@ -193,7 +193,7 @@ def bco_pair_loss(pairs: AnswerPairs, *, beta: float, anchors: tuple[Tensor, Ten
     ``dpo_loss``.
 
     Args:
-        anchors: ``[P]`` each, ``step_anchors`` of both sides.
+        anchors: ``[P]`` each, ``preference_baselines`` of both sides.
     """
     chosen, rejected = pairs.rewards(beta)
     above, below = (beta * to_reduction_dtype(anchor_P.detach()) for anchor_P in anchors)
@@ -217,7 +217,9 @@ def aot_unpaired_loss(
 
 
 @torch.no_grad()
-def step_anchors(kind: Literal["bco_pair", "aot", "aot_unpaired"], policy_P2: Tensor, reference_P2: Tensor) -> Tensor:
+def preference_baselines(
+    kind: Literal["bco_pair", "aot", "aot_unpaired"], policy_P2: Tensor, reference_P2: Tensor
+) -> Tensor:
     """Returns ``[P, 2]`` what each answer of a step is compared with, by the policy as the step begins.
 
     ==================== =====================================================================================
@@ -269,7 +271,7 @@ def kto_loss(
     beta: float,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-) -> JudgedLossOutput:
+) -> UnpairedLossOutput:
     """Computes Kahneman-Tversky optimisation (Ethayarajh et al., 2024), for answers judged one by one.
 
     Per answer ``w_d (1 - σ(β (r - z₀)))`` where it is desirable, ``w_u (1 - σ(β (z₀ - r)))`` where it is not.
@@ -287,7 +289,7 @@ def kto_loss(
     loss_S = torch.where(
         desirable_S, desirable_weight * torch.sigmoid(-above), undesirable_weight * torch.sigmoid(above)
     )
-    return JudgedLossOutput(loss_S.sum() / max(num_answers, 1), rewards.detach())
+    return UnpairedLossOutput(loss_S.sum() / max(num_answers, 1), rewards.detach())
 
 
 # Without a reference -------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 160 else text[:110] + " … " + text[-40:]
 
 
-def describe_error(error: BaseException) -> str:
+def short_error_text(error: BaseException) -> str:
     """Returns ``Type: message``, the message cut where it is long."""
     return f"{type(error).__name__}: {error}"[:2000]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quartet.config.errors import UserError, describe_error
+from quartet.config.errors import UserError, short_error_text
 from quartet.config.nearest import missing_file_error, suggest_name
 
 
@@ -73,6 +73,6 @@ def _running_user_code(source: str, what: str) -> Iterator[None]:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(
             f"the module of the {what} cannot be imported",
-            found=f"{source}{line}: {describe_error(error)}",
+            found=f"{source}{line}: {short_error_text(error)}",
             remedy="correct it; modules are looked for as Python does, files from the current directory",
         ) from error

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
 from typing import Any, BinaryIO, Generic, TypeVar, overload
 
-from quartet.config.errors import UserError, describe_error
+from quartet.config.errors import UserError, short_error_text
 from quartet.data.formats import NoRowsLeft, ParsedRows
 from quartet.data.readers import DataRow
 from quartet.observe.process import end_thread_pool
@@ -107,7 +107,7 @@ def _pickled(item: Any) -> bytes:
         named = [repr(name) for name, value in columns.items() if not _can_be_pickled(value)]
         raise UserError(
             "a row of the data cannot be kept: it holds what is no plain data",
-            found=f"{getattr(item, 'place', 'a row')}, {', '.join(named) or 'somewhere'}: {describe_error(error)}",
+            found=f"{getattr(item, 'place', 'a row')}, {', '.join(named) or 'somewhere'}: {short_error_text(error)}",
             remedy="keep text, numbers, lists and dicts in the columns, and make the rest from them where it is used",
         ) from error
 

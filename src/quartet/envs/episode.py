@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from quartet.batch.trajectory import TrajectoryEnd
-from quartet.config.errors import UserError, describe_error, error_location, excerpt, parse_score
+from quartet.config.errors import UserError, error_location, excerpt, parse_score, short_error_text
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import EpisodeLimits, ObservedState, StateError
 from quartet.observe.global_state import RandomStateGuard
@@ -193,7 +193,7 @@ class _EpisodeRun:
         except BaseException as error:  # User code may raise anything; it is passed on with its cause.
             if isinstance(error, TimeoutError) and own.limit.expired():
                 raise self._error(method, f"took longer than environment.timeout_s, {seconds:g} s") from error
-            raise self._error(method, f"raised {describe_error(error)}", error_location(error)) from error
+            raise self._error(method, f"raised {short_error_text(error)}", error_location(error)) from error
         finally:
             own.end()
 

@@ -13,7 +13,7 @@ refuses one that does otherwise):
 * **Query rows.** The same holds inside attention: at least 16 query rows per key/value head.
 * **Keys.** The flash kernel of the CPU takes keys in blocks of 512, and inside a block it splits sums by the block's
   length once that is above some length. So a last block has a multiple of 32 keys up to there
-  (``max_keys_summed_at_once``), else all 512, whatever a query still sees of it: masked keys add zeros at the end of
+  (``max_bit_exact_tail_keys``), else all 512, whatever a query still sees of it: masked keys add zeros at the end of
   every sum.
 
 Then a query's output depends on itself and on the keys up to it alone: trainer, prefill and decode call the same two
@@ -45,7 +45,7 @@ CALL_ROWS = 256
 
 @cache
 @torch.no_grad()
-def max_keys_summed_at_once() -> int:
+def max_bit_exact_tail_keys() -> int:
     """Counts the keys of a last block up to which this processor sums as in a whole block; a multiple of 32, at most
     256.
 
@@ -67,7 +67,7 @@ def max_keys_summed_at_once() -> int:
 def padded_key_length(num_keys: int) -> int:
     """Returns the number of keys to hand to a kernel, of which the first ``num_keys`` are wanted."""
     whole, rest = divmod(num_keys, KEY_BLOCK)
-    if rest > max_keys_summed_at_once():
+    if rest > max_bit_exact_tail_keys():
         return (whole + 1) * KEY_BLOCK
     return whole * KEY_BLOCK + _round_up(rest, VECTOR)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quartet.config.errors import UserError, describe_error
+from quartet.config.errors import UserError, short_error_text
 from quartet.config.run import CallbackConfig, Recipe
 from quartet.config.targets import load_target
 from quartet.observe.health import HealthFinding
@@ -107,7 +107,7 @@ class Callbacks:
             except Exception as error:  # It is user code.
                 raise UserError(
                     f"the callback {type(callback).__name__} failed in {point.__name__}",
-                    found=describe_error(error),
+                    found=short_error_text(error),
                     remedy="correct it, or leave it out; --resume goes on from the last checkpoint",
                 ) from error
             if self.control.should_stop and self.stopped_by is None:
@@ -146,7 +146,7 @@ def build_callbacks(passed: Sequence[Callback], configs: Sequence[CallbackConfig
         except Exception as error:  # It is user code.
             raise UserError(
                 "a callback of the recipe cannot be made",
-                found=f"{config.target}: {describe_error(error)}",
+                found=f"{config.target}: {short_error_text(error)}",
                 remedy="correct it, or callbacks.options",
             ) from error
     for callback in found:

@@ -144,7 +144,7 @@ def seal_json(value: Mapping[str, Any]) -> bytes:
 
 
 def unseal_json(data: bytes) -> dict[str, Any]:
-    """Returns what :func:`seal` was given.
+    """Returns what :func:`seal_json` was given.
 
     Raises:
         ValueError: ``data`` is not, byte for byte, what it returned.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.config.errors import UserError, describe_error, error_location, parse_score
+from quartet.config.errors import UserError, error_location, parse_score, short_error_text
 from quartet.config.nearest import suggest_name
 from quartet.config.targets import load_target
 from quartet.processes import MessagePipe
@@ -98,7 +98,7 @@ class InvalidReturn(Exception):
     @classmethod
     def of(cls, error: BaseException) -> InvalidReturn:
         return cls(
-            f"raised {describe_error(error)}", 0, error_location(error), "".join(traceback.format_exception(error))
+            f"raised {short_error_text(error)}", 0, error_location(error), "".join(traceback.format_exception(error))
         )
 
 
@@ -140,7 +140,7 @@ def serve_function(settings: Mapping[str, Any], wire: MessagePipe) -> None:
         return
     except BaseException as error:  # Also what load_target leaves to a trainer's own Ctrl-C.
         problem, remedy = "the module of the function cannot be imported", "correct it"
-        channel.answer(0, {"error": [problem, f"{settings['target']}: {describe_error(error)}", remedy]})
+        channel.answer(0, {"error": [problem, f"{settings['target']}: {short_error_text(error)}", remedy]})
         return
     name = str(getattr(function, "__name__", type(function).__name__))
     said = {"name": name, "named": dict(parameters.named), "takes_all": parameters.takes_all, "is_async": only_begins}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quartet.config.errors import UserError, describe_error, excerpt
+from quartet.config.errors import UserError, excerpt, short_error_text
 from quartet.config.rewards import FunctionReward
 from quartet.observe.global_state import RandomStateGuard
 from quartet.processes import ProcessDied
@@ -221,7 +221,7 @@ class SubprocessFunction(FunctionSource):
         except (ProcessDied, UserError):
             raise
         except Exception as error:  # What pickling the user's objects raises.
-            raise self._not_plain(describe_error(error)) from error
+            raise self._not_plain(short_error_text(error)) from error
 
     def _read(self, answer: Any, num: int) -> list[float | None]:
         """Returns the scores in an answer, which may be any JSON."""

@@ -48,7 +48,7 @@ from quartet.config import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.schedule.groups import Chunk, GroupStream, PromptGroup, group_members, make_chunk
 from quartet.schedule.leases import LeaseContext
-from quartet.schedule.model_worker import ModelWorker, TrainWorker, UpdateSpec
+from quartet.schedule.model_worker import ModelWorker, OptimizerStep, TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import RolloutDriver
 from quartet.train.engine import Objective
@@ -440,10 +440,10 @@ class ModelLearner:
             rows = [] if rests else await self.model.call(TrainWorker.update, read, updates)
         return self._merge(rows)
 
-    def _updates(self, experience: RaggedBatch, step: int) -> list[UpdateSpec]:
+    def _updates(self, experience: RaggedBatch, step: int) -> list[OptimizerStep]:
         first = self.plan.first_update(step)
         picks = enumerate(self.plan.selections(experience, step))
-        return [UpdateSpec(picked, self.objective(i == 0), first + i) for i, picked in picks]
+        return [OptimizerStep(picked, self.objective(i == 0), first + i) for i, picked in picks]
 
     def _merge(self, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Merges metrics: means over the updates, maxima where the metric is one; the learning rate is the last

@@ -214,7 +214,7 @@ _SEEN = "seen_token_ids"
 
 
 @dataclass(frozen=True)
-class UpdateSpec:
+class OptimizerStep:
     """One optimizer update: which sequences of the experience, what is minimised, and its number in the run. Of a
     ``rehearsal`` everything is computed, and no weight changed."""
 
@@ -383,11 +383,11 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
     def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
         return self.engine.forward(batch, needs)
 
-    def update(self, experience: RaggedBatch, updates: Sequence[UpdateSpec]) -> list[dict[str, float]]:
+    def update(self, experience: RaggedBatch, updates: Sequence[OptimizerStep]) -> list[dict[str, float]]:
         """Makes the updates in their order; returns of each what ``TrainEngine.train_step`` returns."""
         return [self._update_once(update, experience.select(update.sequences), len(updates)) for update in updates]
 
-    def _update_once(self, update: UpdateSpec, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
+    def _update_once(self, update: OptimizerStep, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
         """Makes one of ``num_updates`` updates, from ``batch``."""
         also = self._also.terms(update.number) if self._also is not None else ()
         return self.engine.train_step(batch, update.objective, also, rehearsal=update.rehearsal)
@@ -468,7 +468,7 @@ class CriticWorker(TrainWorker):
         num_ids = int(engine.packed.model.get_input_embeddings().weight.shape[0])
         self._seen = torch.zeros(num_ids, dtype=torch.bool)
 
-    def update(self, experience: RaggedBatch, updates: Sequence[UpdateSpec]) -> list[dict[str, float]]:
+    def update(self, experience: RaggedBatch, updates: Sequence[OptimizerStep]) -> list[dict[str, float]]:
         self._seen[experience.input_ids] = True
         return super().update(experience, updates)
 

@@ -32,7 +32,7 @@ from quartet.algorithms.losses import (
     LossTokens,
     PolicyLossOutput,
     PolicyTokens,
-    SampledTokens,
+    RolloutMismatchInputs,
     aggregate_loss,
     aggregation_denominators,
     cispo_loss,
@@ -111,7 +111,7 @@ HIGH_ENTROPY, HIGH_COVARIANCE = "high_entropy", "high_covariance"
 """Boolean token columns of methods that treat such tokens otherwise than the rest of the step."""
 
 
-def trajectory_index(batch: RaggedBatch) -> Tensor:
+def token_trajectory_index(batch: RaggedBatch) -> Tensor:
     """Returns ``[T]`` trajectory that owns each token, -1 for shared ancestors."""
     sequence_T = batch.sequence_index()
     trajectory_S = batch.sequence["trajectory"]
@@ -201,7 +201,7 @@ class PolicyObjective(Objective):
         return atoms_by_field(batch, "trajectory") if keeps_trajectories_whole(self.config) else super().atoms(batch)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
-        mask, owner, correction = batch.token["loss_mask"], trajectory_index(batch), self.config.off_policy
+        mask, owner, correction = batch.token["loss_mask"], token_trajectory_index(batch), self.config.off_policy
         found = aggregation_denominators(mask, owner, self.num_trajectories, norm=float(self.max_new_tokens))
         if correction is None or not correction.batch_normalize:
             return found
@@ -214,7 +214,7 @@ class PolicyObjective(Objective):
     ) -> Tensor:
         logprobs = require_tensor(outputs.logprobs, "logprobs")
         mask, config = batch.token["loss_mask"], self.config
-        tokens = LossTokens(mask, trajectory_index(batch), denominators, config.aggregation)
+        tokens = LossTokens(mask, token_trajectory_index(batch), denominators, config.aggregation)
         old = logprobs.detach() if self.is_first else batch.token["old_logprobs"]
         weights = self._weights(old, batch, denominators, sums)
         out = self._policy_loss(logprobs, old, weights, batch, tokens)
@@ -255,10 +255,10 @@ class PolicyObjective(Objective):
             weights = mask.to(old.dtype) if weights is None else weights * mask
         return weights
 
-    def _sampled(self, old: Tensor, batch: RaggedBatch) -> SampledTokens:
+    def _sampled(self, old: Tensor, batch: RaggedBatch) -> RolloutMismatchInputs:
         token = batch.token
-        owner = trajectory_index(batch)
-        return SampledTokens(old, token["rollout_logprobs"], token["loss_mask"], owner, self.num_trajectories)
+        owner = token_trajectory_index(batch)
+        return RolloutMismatchInputs(old, token["rollout_logprobs"], token["loss_mask"], owner, self.num_trajectories)
 
     def _policy_loss(
         self, logprobs: Tensor, old: Tensor, weights: Tensor | None, batch: RaggedBatch, tokens: LossTokens
@@ -302,7 +302,7 @@ class PolicyObjective(Objective):
         sums.maximum("policy/ratio_max", out.ratios, torch.ones_like(out.ratios, dtype=torch.bool))
 
 
-def _importance(config: OffPolicyConfig, sampled: SampledTokens) -> ImportanceWeights:
+def _importance(config: OffPolicyConfig, sampled: RolloutMismatchInputs) -> ImportanceWeights:
     return importance_weights(sampled, level=config.level, mode=config.mode, cap=config.cap, floor=config.floor)
 
 
@@ -316,13 +316,15 @@ class ValueObjective(Objective):
     needs = ForwardNeeds(values=True, mask="action_mask")
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
-        return aggregation_denominators(batch.token["action_mask"], trajectory_index(batch), self.num_trajectories)
+        return aggregation_denominators(
+            batch.token["action_mask"], token_trajectory_index(batch), self.num_trajectories
+        )
 
     def loss(
         self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
     ) -> Tensor:
         values, mask = require_tensor(outputs.values, "values"), batch.token["action_mask"]
-        tokens = LossTokens(mask, trajectory_index(batch), denominators)
+        tokens = LossTokens(mask, token_trajectory_index(batch), denominators)
         out = value_loss(values, batch.token["values"], batch.token["returns"], tokens, clip_eps=self.config.value_clip)
         sums.total("loss/value", out.loss)
         sums.add("critic/clip_frac", out.num_clipped, out.num_tokens)
@@ -560,7 +562,10 @@ class BestOfNObjective(Objective):
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(
-            batch.token["loss_mask"], trajectory_index(batch), self.num_trajectories, norm=float(self.max_new_tokens)
+            batch.token["loss_mask"],
+            token_trajectory_index(batch),
+            self.num_trajectories,
+            norm=float(self.max_new_tokens),
         )
 
     def loss(
@@ -569,7 +574,7 @@ class BestOfNObjective(Objective):
         logprobs = require_tensor(outputs.logprobs, "logprobs")
         if self.is_first:
             sampler_agreement(logprobs, batch, sums)
-        tokens = LossTokens(batch.token["loss_mask"], trajectory_index(batch), denominators, self.aggregation)
+        tokens = LossTokens(batch.token["loss_mask"], token_trajectory_index(batch), denominators, self.aggregation)
         loss = sft_loss(logprobs, tokens)
         sums.total("loss/sft", loss)
         return loss

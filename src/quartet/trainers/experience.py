@@ -67,7 +67,7 @@ from quartet.algorithms.advantages import (
     token_rewards,
     whiten_unless_equal,
 )
-from quartet.algorithms.losses import SampledTokens, adaptive_kl_coef, kl_estimate, within_ratio_limits
+from quartet.algorithms.losses import RolloutMismatchInputs, adaptive_kl_coef, kl_estimate, within_ratio_limits
 from quartet.algorithms.preference import best_and_worst, best_of_groups_mask
 from quartet.algorithms.segments import (
     covariance_terms,
@@ -115,7 +115,7 @@ from quartet.config.plugins import load_object, plugin_entries
 from quartet.rewards.source import LEFT_OUT_PREFIX, combine_scores, effective_weights, source_metrics
 from quartet.schedule.groups import GREEDY
 from quartet.schedule.iteration import Chunk
-from quartet.train.objectives import HIGH_COVARIANCE, HIGH_ENTROPY, answer_logprobs, trajectory_index
+from quartet.train.objectives import HIGH_COVARIANCE, HIGH_ENTROPY, answer_logprobs, token_trajectory_index
 
 BASELINE = "baseline"
 """Sequence column that ReMax needs: the greedy response's score after ``shaped_scores``, NaN where it has none."""
@@ -405,7 +405,7 @@ def with_selected_tokens(
         return batch, metrics
     token, correction = batch.token, config.off_policy
     if correction is not None and correction.rejection is not None:
-        owner_T = masked_owner(trajectory_index(batch), token["loss_mask"])
+        owner_T = masked_owner(token_trajectory_index(batch), token["loss_mask"])
         kept_N = _kept(correction.rejection, batch, owner_T, num_trajectories)
         learned = torch.unique(owner_T[owner_T >= 0])
         metrics["correction/rejected_frac"] = float((~kept_N[learned]).float().mean()) if len(learned) else 0.0
@@ -432,7 +432,7 @@ def with_selected_tokens(
 def _kept(config: RejectionConfig, batch: RaggedBatch, owner_T: Tensor, num_trajectories: int) -> Tensor:
     """Tells of each trajectory, ``[N]`` bool, whether it is kept."""
     logprobs = batch.token["old_logprobs"], batch.token["rollout_logprobs"]
-    sampled = SampledTokens(*logprobs, owner_T >= 0, owner_T, num_trajectories)
+    sampled = RolloutMismatchInputs(*logprobs, owner_T >= 0, owner_T, num_trajectories)
     lower = config.lower if config.lower is not None else 1 / config.upper
     return within_ratio_limits(sampled, statistic=config.statistic, lower=lower, upper=config.upper)
 
@@ -478,7 +478,7 @@ class KLCoefficient:
 
     def adapt(self, batch: RaggedBatch, step: int) -> None:
         """Adapts ``value`` to the mean KL of the responses of ``batch`` that are trained on."""
-        num = len(torch.unique(trajectory_index(batch)[batch.token["action_mask"]]))
+        num = len(torch.unique(token_trajectory_index(batch)[batch.token["action_mask"]]))
         if self.term.target is None or "ref_logprobs" not in batch.token or step < self._warmup_steps or not num:
             return
         observed = float(batch.token["kl"].sum()) / num
@@ -590,7 +590,7 @@ class ExperienceAssembler:
         if self._shuffle is not None and step is not None:
             order = self._shuffle(step, len(trajectories))
             scores_N, applies_N, compared_N = scores_N[order], applies_N[order], compared_N[order]
-        trajectory_T = trajectory_index(batch.with_sequence(trajectory=trajectories.owner_S))
+        trajectory_T = token_trajectory_index(batch.with_sequence(trajectory=trajectories.owner_S))
         length_N = segment_count(masked_owner(trajectory_T, batch.token["action_mask"]), len(final_N))
         ended_N = batch.sequence["ended"][final_N]
         shaped_N = shaped_scores(config, compared_N, ended_N, length_N, self.max_new_tokens)

@@ -31,7 +31,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from quartet.algorithms.preference import kto_reference_point, step_anchors
+from quartet.algorithms.preference import kto_reference_point, preference_baselines
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
@@ -232,14 +232,15 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
     def _anchors(
         self, name: str, data: PreferenceData | JudgedData, rows: Sequence[int], names: Sequence[str] | None = None
     ) -> Tensor | None:
-        """Returns ``[R, 2]`` as ``step_anchors``, of all rows under the present policy; None for losses of single
-        pairs."""
+        """Returns ``[R, 2]`` as ``preference_baselines``, of all rows under the present policy; None for losses of
+        single pairs.
+        """
         loss = self.recipe.loss
         if not isinstance(loss, StepLossConfig):
             return None
         assert self._tables is not None, f"{loss.name} has a reference"
         totals = self._policy_logprobs(data.select, rows, names).view(-1, 2)
-        return step_anchors(loss.name, totals, self._tables[name]["answers"][list(rows)])
+        return preference_baselines(loss.name, totals, self._tables[name]["answers"][list(rows)])
 
     def _reference_point(
         self, name: str, data: PreferenceData | JudgedData, rows: Sequence[int], names: Sequence[str] | None = None

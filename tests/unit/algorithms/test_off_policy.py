@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from quartet.algorithms import losses
-from quartet.algorithms.losses import SampledTokens
+from quartet.algorithms.losses import RolloutMismatchInputs
 
 
 def importance_weights(*tokens, **options):
-    return losses.importance_weights(SampledTokens(*tokens), **options)
+    return losses.importance_weights(RolloutMismatchInputs(*tokens), **options)
 
 
 def is_accepted(*tokens, **options):
-    return losses.within_ratio_limits(SampledTokens(*tokens), **options)
+    return losses.within_ratio_limits(RolloutMismatchInputs(*tokens), **options)
 
 
 def mean_weight(weights, *tokens, **options):
-    return losses.mean_weight(weights, SampledTokens(weights, weights, *tokens), **options)
+    return losses.mean_weight(weights, RolloutMismatchInputs(weights, weights, *tokens), **options)
 
 
 def weights_of(layout, old, rollout, **options):

@@ -13,7 +13,7 @@ from quartet.algorithms.preference import (
     best_of_groups_mask,
     kto_loss,
     kto_reference_point,
-    step_anchors,
+    preference_baselines,
 )
 
 NUM_PAIRS = 9
@@ -215,14 +215,14 @@ def test_anchors_by_hand():
     # Log-ratios 1, 3 and 2 of the chosen, -1, 0 and -2 of the rejected answers.
     policy = torch.tensor([[-4.0, -6.0], [-1.0, -4.0], [-2.0, -9.0]], dtype=torch.float64)
     reference = torch.tensor([[-5.0, -5.0], [-4.0, -4.0], [-4.0, -7.0]], dtype=torch.float64)
-    assert step_anchors("bco_pair", policy, reference).tolist() == [[0.5, 0.5]] * 3
+    assert preference_baselines("bco_pair", policy, reference).tolist() == [[0.5, 0.5]] * 3
     # Margins 2, 3 and 7 against 0, 0 and 3, of the same order.
-    assert step_anchors("aot", policy, reference).tolist() == [[0.0, 0.0]] * 3
+    assert preference_baselines("aot", policy, reference).tolist() == [[0.0, 0.0]] * 3
     # The reference's margins now 3, 0 and 0: the least margin, 2, meets 0 and not 3, the largest meets 3 and not 0.
     turned = torch.stack([torch.tensor([-5.0, -4.0, -4.0]), torch.tensor([-8.0, -4.0, -4.0])], 1).double()
-    assert step_anchors("aot", policy, turned)[:, 0].tolist() == [-3.0, 0.0, 3.0]
+    assert preference_baselines("aot", policy, turned)[:, 0].tolist() == [-3.0, 0.0, 3.0]
     # By rank: 1 and -2, 2 and -1, 3 and 0.
-    assert step_anchors("aot_unpaired", policy, reference).tolist() == [[-2.0, 2.0], [0.0, 3.0], [-1.0, 1.0]]
+    assert preference_baselines("aot_unpaired", policy, reference).tolist() == [[-2.0, 2.0], [0.0, 3.0], [-1.0, 1.0]]
 
 
 @pytest.mark.parametrize("kind", ["aot", "aot_unpaired"])
@@ -239,7 +239,7 @@ def test_sorting_within_the_step_equals_the_published_form(kind, close):
     logsigmoid = torch.nn.functional.logsigmoid
     expected = (-(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x)).mean()
     expected.backward()
-    anchors, ratios, total = step_anchors(kind, policy, reference), mine - reference, 0.0
+    anchors, ratios, total = preference_baselines(kind, policy, reference), mine - reference, 0.0
     for rows in (slice(5, 9), slice(0, 5)):
         (chosen, rejected), own = ratios[rows].unbind(1), anchors[rows].unbind(1)
         options = {"beta": 0.3, "label_smoothing": smoothing}

@@ -216,7 +216,7 @@ def test_a_processor_that_splits_shorter_sums(
     """Last blocks are then filled up sooner; the bits stay those of whole blocks."""
     packed = PackedCausalLM(build_architecture(name, max_position_embeddings=2048), numerics="exact")
     expected = alone(packed, texts)
-    monkeypatch.setattr(exact, "max_keys_summed_at_once", lambda: unsplit)
+    monkeypatch.setattr(exact, "max_bit_exact_tail_keys", lambda: unsplit)
     assert padded_key_length(40) == (512 if unsplit == 0 else 64)
     assert padded_key_length(128) == 512
     with torch.no_grad():
@@ -290,7 +290,7 @@ def planted_few_rows(monkeypatch: pytest.MonkeyPatch, packed: PackedCausalLM) ->
 
 
 def planted_keys(monkeypatch: pytest.MonkeyPatch, packed: PackedCausalLM) -> None:
-    monkeypatch.setattr(exact, "max_keys_summed_at_once", lambda: 512)
+    monkeypatch.setattr(exact, "max_bit_exact_tail_keys", lambda: 512)
 
 
 def planted_product(monkeypatch: pytest.MonkeyPatch, packed: PackedCausalLM) -> None:

@@ -75,7 +75,7 @@ def test_a_commit_that_is_there_is_not_asked_for_again(hub: Hub) -> None:
     assert not hub.asked
 
 
-PROGRAM = "import sys; from quartet.remote.hub import fetch, pin; print(fetch(pin('a/model')[0]))"
+PROGRAM = "import sys; from quartet.remote.hub import download_model, pin_revision; print(download_model(pin_revision('a/model')[0]))"
 
 
 def environment(hub: Hub, tmp_path: Path, **more: str) -> dict[str, str]:

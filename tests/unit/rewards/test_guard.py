@@ -238,11 +238,11 @@ def test_calls_that_are_no_longer_waited_for_never_begin() -> None:
 def test_a_call_that_never_comes_back_does_not_keep_the_process() -> None:
     code = """
 import asyncio, contextlib, time
-from quartet.rewards.source import Threads
+from quartet.rewards.source import LimitedThreads
 async def wait():
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(threads.run(time.sleep, 1e6), 0.1)
-threads = Threads(1, "probe")
+threads = LimitedThreads(1, "probe")
 asyncio.run(wait())
 threads.close()
 """

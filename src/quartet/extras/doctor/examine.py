@@ -27,7 +27,7 @@ from quartet.extras.doctor.checks import Finding, Findings, judged, quick_findin
 from quartet.observe.memory import available_bytes
 from quartet.schedule.groups import GREEDY, Chunk, make_chunk
 from quartet.schedule.iteration import ModelScorer, Scorer, SubsetScorer, UpdatePlan, score_chunk
-from quartet.schedule.model_worker import ModelWorker, TrainWorker, UpdateSpec
+from quartet.schedule.model_worker import ModelWorker, OptimizerStep, TrainWorker
 from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 from quartet.train.forward import ForwardNeeds
 from quartet.trainers.experience import Experience, sampled_only
@@ -129,7 +129,7 @@ async def _update(run: ExaminedRun, batch: RaggedBatch) -> dict[str, float]:
     if not picked:
         return {}
     actor = roles.train_group("actor")
-    update = UpdateSpec(picked[0], loop.policy_objective(False), 0, rehearsal=True)
+    update = OptimizerStep(picked[0], loop.policy_objective(False), 0, rehearsal=True)
     if roles.ptx is not None:
         await actor.call(TrainWorker.expect_update, 0)
     # Weights are read, and stay: nobody waits for a new version.

@@ -36,7 +36,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quartet.config import UserError
-from quartet.config.errors import describe_error
+from quartet.config.errors import short_error_text
 from quartet.extras.serve.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, requests_of
 from quartet.rollout.protocol import (
     Completion,
@@ -263,7 +263,7 @@ class EngineThread:
             self._fail(error)
         except BaseException as error:
             remedy = "report it; the server's standard error has the traceback"
-            self._fail(EngineFailed("the engine's thread broke", found=describe_error(error), remedy=remedy))
+            self._fail(EngineFailed("the engine's thread broke", found=short_error_text(error), remedy=remedy))
             raise
 
     def _fail(self, error: EngineFailed) -> None:

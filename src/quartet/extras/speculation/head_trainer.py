@@ -40,7 +40,7 @@ from quartet.extras.speculation.config import DECAY, FOLDER, PREFIX, HeadTrainin
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.schedule.leases import LeaseMode
-from quartet.schedule.model_worker import AddedLosses, TrainWorker, UpdateSpec
+from quartet.schedule.model_worker import AddedLosses, OptimizerStep, TrainWorker
 from quartet.train.engine import Objective, TrainEngine, build_optimizer, clip_gradients, learning_rate
 from quartet.train.forward import ForwardNeeds, ForwardOutputs, leaf_rows
 from quartet.train.metrics import MetricSums
@@ -338,7 +338,7 @@ class CompanionWorker(TrainWorker):
         self.companion = companion
         self.drafter_model = companion.heads
 
-    def _update_once(self, update: UpdateSpec, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
+    def _update_once(self, update: OptimizerStep, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
         if update.rehearsal:
             return super()._update_once(update, batch, num_updates)
         watched = self.companion.watch(batch, update.objective, num_updates)

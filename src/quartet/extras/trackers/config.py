@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from quartet.config.common import BaseTrackerConfig
-from quartet.config.errors import UserError, describe_error
+from quartet.config.errors import UserError, short_error_text
 
 
 class _Package(BaseTrackerConfig):
@@ -58,7 +58,7 @@ class WandbConfig(_Package):
         try:
             has_key = wandb.run is not None or wandb.login(prompt=False, verify=False)
         except wandb.Error as error:
-            return describe_error(error), remedy
+            return short_error_text(error), remedy
         return None if has_key else ("no API key of Weights & Biases", remedy)
 
 

@@ -33,7 +33,7 @@ from quartet.train.parallel.context import ModelParallel
 from quartet.train.parallel.layer_plan import check_cut
 from quartet.train.parallel.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, Mesh
 from quartet.train.parallel.messages import AllGather, PassGroup, ReduceScatter
-from quartet.train.parallel.tensor import parallelize_layers
+from quartet.train.parallel.tensor import apply_tensor_parallel
 from quartet.train.parallel.tensors import is_whole_on_tensor_ranks, local
 from quartet.weights.sink import gather
 
@@ -178,7 +178,7 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     if tensor is not None or context is not None:
         packed.parallel = ModelParallel.of(packed, tensor=tensor, context=context)
     if tensor is not None:
-        parallelize_layers(packed, mesh.device_mesh[TENSOR], tensor)
+        apply_tensor_parallel(packed, mesh.device_mesh[TENSOR], tensor)
     root = ShardedModel(packed, mesh, groups, former_weights=former, stays_on_host=on_host)
     if mesh.num_parts > 1 or on_host or rounds:
         _share_out(packed, root, rounds=rounds)

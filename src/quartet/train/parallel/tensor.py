@@ -90,7 +90,7 @@ class _Rows:
         return self.group.scatter_rows(x[0], self.sizes).unsqueeze(0)
 
 
-def parallelize_layers(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) -> None:
+def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) -> None:
     """Cuts the parameters of ``packed`` over the ranks of ``group``, whose mesh is ``mesh``; all of them call it, with
     equal weights or on the meta device, once ``check_cut`` has passed it.
     """
