@@ -75,7 +75,7 @@ def test_a_commit_that_is_there_is_not_asked_for_again(hub: Hub) -> None:
     assert not hub.asked
 
 
-PROGRAM = "import sys; from quartet.remote.hub import download_model, pin_revision; print(download_model(pin_revision('a/model')[0]))"
+PROGRAM = "from quartet.remote import hub; print(hub.download_model(hub.pin_revision('a/model')[0]))"
 
 
 def environment(hub: Hub, tmp_path: Path, **more: str) -> dict[str, str]:
