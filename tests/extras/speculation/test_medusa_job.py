@@ -114,7 +114,7 @@ def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
     for stage in ("answers", "training"):
         path, broken = tmp_path / stage, trainer(tmp_path / stage, causal_lm(), *arguments)
         with monkeypatch.context() as patched:
-            owner, name = (job, "run_to_end") if stage == "answers" else (broken.worker.trainer, "step")
+            owner, name = (job, "run_requests") if stage == "answers" else (broken.worker.trainer, "step")
             patched.setattr(owner, name, fails_at(4, getattr(owner, name)))
             with pytest.raises(ConnectionError):
                 broken.train()

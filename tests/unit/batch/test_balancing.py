@@ -19,14 +19,16 @@ def totals(costs, parts):
 
 
 def plain_karmarkar_karp(costs, num_parts):
-    """As it is usually written: every division has all parts, and its cheapest part is taken off the others."""
+    """As it is usually written: every division has all parts, and its cheapest part is taken off the others. Of equal
+    ones the division goes first that has the cheapest item, of those the one that comes first."""
+    rank = {i: place for place, i in enumerate(sorted(range(len(costs)), key=lambda i: (costs[i], i)))}
     divisions = [[(cost, [i]), *[(0, [])] * (num_parts - 1)] for i, cost in enumerate(costs)]
     while len(divisions) > 1:
         by_spread = sorted(
             range(len(divisions)),
             key=lambda d: (
                 -(max(divisions[d])[0] - min(divisions[d])[0]),
-                min(i for _, items in divisions[d] for i in items),
+                min(rank[i] for _, items in divisions[d] for i in items),
             ),
         )
         one, other = (sorted(divisions[d], key=lambda p: (p[0], min(p[1], default=-1))) for d in by_spread[:2])

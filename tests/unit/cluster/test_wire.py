@@ -17,9 +17,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 def there_and_back(tensor: Tensor) -> tuple[Tensor, int]:
     """As Ray does it: the array's bytes outside of the pickle and read-only."""
     buffers: list[pickle.PickleBuffer] = []
-    text = pickle.dumps(wire.to_wire(tensor), protocol=5, buffer_callback=buffers.append)
+    text = pickle.dumps(wire.serialize_tensor(tensor), protocol=5, buffer_callback=buffers.append)
     shared = [bytes(buffer.raw()) for buffer in buffers]
-    found: Tensor = wire.from_wire(pickle.loads(text, buffers=shared))
+    found: Tensor = wire.deserialize_tensor(pickle.loads(text, buffers=shared))
     return found, len(text) + sum(map(len, shared))
 
 

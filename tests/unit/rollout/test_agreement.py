@@ -202,7 +202,7 @@ def unfilled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionParam
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "rows of attention": ("decode_attention", unfilled),
     "rows of products": ("padded_rows", lambda num_rows, step: num_rows),
-    "keys": ("key_length", lambda num_keys: -(-num_keys // 32) * 32),
+    "keys": ("padded_key_length", lambda num_keys: -(-num_keys // 32) * 32),
 }
 
 

@@ -357,7 +357,7 @@ def test_a_run_whose_process_ended_without_a_word_says_so(tmp_path: Path) -> Non
 def test_a_torch_newer_than_the_tested_ones_is_warned_about_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert f'"torch>=2.11,<{UNTESTED_TORCH}"' in (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'"torch>=2.11,<{UNTESTED_TORCH}"' in (Path(__file__).parents[3] / "Makefile").read_text()
     for version, num_remarks in (("2.13.1+cpu", 0), ("2.14.0", 1), ("2.14.0", 1), ("2.15.1+cu130", 2)):
         monkeypatch.setattr(torch, "__version__", TorchVersion(version))
         with RunDirectory(tmp_path / "run", RECIPE, resume="auto"):
