@@ -400,9 +400,8 @@ class SupervisedTrainer(Generic[R, W]):
             reclaim_signals()
         elif recipe.cluster.type == "local":
             self._worker = cast(W, self.worker_class(recipe, self._given, device))
-            self._given = (
-                PassedObjects()
-            )  # the worker gives them back; kept here, too, they would stay in memory to the end
+            # The worker gives them back; kept here, too, they would stay in memory to the end.
+            self._given = PassedObjects()
 
     @property
     def worker(self) -> W:
