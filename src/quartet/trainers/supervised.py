@@ -680,10 +680,8 @@ class SFTWorker(SupervisedWorker[SFTRecipe, SFTData]):
 
     def _measure(self, data: SFTData) -> dict[str, float]:
         total = count = 0.0
-        rows, forward = (
-            _ROWS_PER_PASS * self.engine.num_ranks,
-            partial(self.engine.forward, needs=ForwardNeeds(logprobs=True)),
-        )
+        rows = _ROWS_PER_PASS * self.engine.num_ranks
+        forward = partial(self.engine.forward, needs=ForwardNeeds(logprobs=True))
         for batch, found in self.engine.in_shares(data.in_parts(rows), forward):
             mask, logprobs = batch.token["loss_mask"], found.token["logprobs"]
             total -= float(logprobs[mask].to(torch.float64).sum())

@@ -417,9 +417,8 @@ class RayRunWorkers(RunWorkers):
         self._objects = objects.models_only()
         self._groups: dict[str, WorkerGroup] = {}
         self._count = DeathCount(self.cluster.max_restarts)
-        self._changing = (
-            {*TRAINED_ROLES, "reference"} if reference_refresh_steps(recipe) is not None else {*TRAINED_ROLES}
-        )
+        is_refreshed = reference_refresh_steps(recipe) is not None
+        self._changing = {*TRAINED_ROLES, *(["reference"] if is_refreshed else [])}
         self._backend = connect(self.cluster.address)
         try:
             self._check_room()
