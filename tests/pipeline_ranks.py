@@ -175,6 +175,9 @@ def computed(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, An
     named = {name: p for name, p in packed.model.named_parameters() if p.grad is not None}
     if pipeline is not None and stage is not None:
         pipeline.sum_tied([named[name].grad for name in stage.tied if name in named])
+    sent, weights = packed.work.sent["pipeline"], packed.model.named_parameters()
+    if pipeline is not None:
+        weights = pipeline.whole_tensors(weights, Tensor.detach, is_first=True)
     counted = [p.grad for name, p in named.items() if stage is None or stage.counts(name)]
     return {
         "outputs": found["outputs"],
@@ -182,9 +185,10 @@ def computed(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, An
         "gradients": {name: p.grad for name, p in named.items()},
         "norm": float(nn.utils.get_total_norm(counted)),
         "parameters": [name for name, _ in packed.model.named_parameters()],
+        "weights": [(name, None if tensor is None else tensor.detach()) for name, tensor in weights],
         "most": Part.most,
         "num_parts": len(parts),
-        "sent": packed.work.sent["pipeline"],
+        "sent": sent,
         "rows": sum(Part(case, packed, part, found).num_rows for part in parts),
     }
 

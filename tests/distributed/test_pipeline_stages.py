@@ -68,6 +68,15 @@ def test_every_parameter_is_on_one_stage_and_a_tied_one_on_both_ends(number, fou
     assert all(of_stage == [name for name in of_one if name in of_stage] for of_stage in names)
 
 
+@pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
+def test_the_first_rank_gets_every_weight_of_the_model_once(number, found) -> None:
+    case, of_one = CASES[number], alone(CASES[number])["weights"]
+    weights = [found[rank][number][0]["weights"] for rank in range(case.stages)]
+    assert all([name for name, _ in of_rank] == [name for name, _ in of_one] for of_rank in weights)
+    assert all(torch.equal(tensor, expected) for (_, tensor), (_, expected) in zip(weights[0], of_one, strict=True))
+    assert all(tensor is None for of_rank in weights[1:] for _, tensor in of_rank)
+
+
 def test_the_same_bits_come_out_twice(found) -> None:
     for of_rank in found:
         for once, again in (of_case for of_case in of_rank if of_case):

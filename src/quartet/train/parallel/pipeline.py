@@ -20,7 +20,7 @@ than one process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any, Literal, Protocol
@@ -325,6 +325,28 @@ class Pipeline:
             theirs = torch.empty_like(gradient)
             self._exchange(gradient, other, theirs, other)
             gradient.add_(theirs)
+
+    def whole_tensors(
+        self, named: Iterable[tuple[str, Tensor]], gather: Callable[[Tensor], Tensor | None], *, is_first: bool
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Yields all tensors of the model, one at a time, from the stages that have them: whole on the first rank, None
+        on others. All ranks go through them to the end.
+
+        Args:
+            named: what this stage has.
+            gather: makes a tensor of ``named`` whole on the first rank of its stage, and gives None on others.
+            is_first: this rank is the first of its stage.
+        """
+        own = {name: tensor for name, tensor in named if self._stage.counts(name)}
+        found: list[Any] = [None] * self._stage.stages
+        dist.all_gather_object(found, [(n, t.shape, t.dtype) for n, t in own.items()], group=self._group)
+        for index, of_stage in enumerate(found):
+            for name, shape, dtype in of_stage:
+                whole = gather(own[name]) if index == self._stage.index else None
+                if index > 0 and is_first:
+                    place = torch.empty(shape, dtype=dtype, device=self._device) if self._stage.index == 0 else None
+                    whole = self._exchange(whole, 0, place, index if place is not None else -1)
+                yield name, whole
 
     def _exchange(
         self, made: Tensor | None, target: int, place: Tensor | None = None, source: int = -1
