@@ -5,7 +5,7 @@
 *Bubble.* Every stage sleeps for ``--forward-s`` and ``--backward-s`` in the place of computing; what travels is small.
 The share of a stage's time in which it does nothing, beside (stages - 1) / (micro-batches + stages - 1).
 
-*Speed.* An SFT update's gradients (fp32) of a Llama of 8 layers by two processes of one thread that have a stage each,
+*Speed.* An SFT update's gradients (fp32) of a Llama of 16 layers by two processes of one thread that have a stage each,
 and by the first of them alone with the whole model; the two take turns in one run, and the median turn counts. Needs
 two idle cores: on a busy machine the processor time of the busiest rank says more, with the bubble by the formula.
 """
@@ -43,8 +43,8 @@ def model(args: argparse.Namespace, *, sleeps: bool) -> PackedCausalLM:
     torch.manual_seed(0)
     width = 16 if sleeps else args.width
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=4096,
+        vocab_size=VOCAB, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=args.layers,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=4096,
     )  # fmt: skip
     return PackedCausalLM(LlamaForCausalLM(config).eval())
 
@@ -208,14 +208,16 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--micro-batches", type=int, default=16)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--forward-s", type=float, default=0.05)
-    parser.add_argument("--backward-s", type=float, default=0.1)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--forward-s", type=float, default=0.1)
+    parser.add_argument("--backward-s", type=float, default=0.2)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=16)
     parser.set_defaults(threads=1)
     args = parser.parse_args()
     if args.smoke:
-        args.micro_batches, args.width, args.tokens, args.forward_s, args.backward_s = 4, 32, 64, 0.01, 0.02
+        args.micro_batches, args.width, args.tokens, args.layers = 4, 32, 64, 8
+        args.forward_s, args.backward_s = 0.01, 0.02
     found = measure(args)
     write_results(args, {"pipeline": found})
     rows = [
