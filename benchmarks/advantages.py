@@ -2,12 +2,12 @@
 
     python benchmarks/advantages.py [--tokens 250000 1000000 4000000] [--repeats 3] [--threads 1]
 
-Timed is the step's whole ``estimate``: from one score per trajectory to one advantage per token, KL in the reward.
-Four layouts: trajectories of 100 tokens and of 100,000, in one piece and "split" into two sequences whose tokens stand
-apart; a shared prompt stands before each group, and a tenth of the tokens is masked. A figure is the median of the
-repeats in the slowest of the layouts, in processor seconds summed over the threads (a busy machine changes them little
-with ``--threads 1``; waiting threads count, too). Growth is the last column of seconds over the first: 1 is linear.
-Ends with an error where a method takes more than 1 s per million tokens.
+Timed is the step's whole ``estimate_advantages``: from one score per trajectory to one advantage per token, KL in the
+reward. Four layouts: trajectories of 100 tokens and of 100,000, in one piece and "split" into two sequences whose
+tokens stand apart; a shared prompt stands before each group, and a tenth of the tokens is masked. A figure is the
+median of the repeats in the slowest of the layouts, in processor seconds summed over the threads (a busy machine
+changes them little with ``--threads 1``; waiting threads count, too). Growth is the last column of seconds over the
+first: 1 is linear. Ends with an error where a method takes more than 1 s per million tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from quartet.algorithms.segments import masked_owner, segment_count
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import PolicyGradientConfig
-from quartet.trainers.experience import SHARP, Scored, estimate
+from quartet.trainers.experience import SHARP, ScoredBatch, estimate_advantages
 
 GROUP_SIZE = 4
 PROMPT_TOKENS = 50
@@ -47,7 +47,7 @@ def layout(num_tokens: int, response_tokens: int, is_split: bool) -> tuple[Tenso
     return owner, action, torch.arange(num_groups).repeat_interleave(GROUP_SIZE)
 
 
-def step(num_tokens: int, response_tokens: int, is_split: bool) -> Scored:
+def step(num_tokens: int, response_tokens: int, is_split: bool) -> ScoredBatch:
     """What an estimator sees of a step of about so many tokens."""
     owner, action, group = layout(num_tokens, response_tokens, is_split)
     generator = torch.Generator().manual_seed(1)
@@ -58,7 +58,7 @@ def step(num_tokens: int, response_tokens: int, is_split: bool) -> Scored:
     # One long segment: estimators read fields and owners, never the segment table.
     batch = RaggedBatch(torch.zeros(total, dtype=torch.int64), (total,), (-1,), (0,), ("step",), token=token)
     scores = torch.randn(num, generator=generator)
-    return Scored(
+    return ScoredBatch(
         batch=batch,
         owner_T=owner_T,
         scores_N=scores,
@@ -89,7 +89,7 @@ def measure(num_tokens: int, repeats: int) -> dict[str, dict[str, float]]:
         data = step(num_tokens, response_tokens, is_split)
         total = len(data.owner_T)
         for name, config in METHODS.items():
-            seconds = median_seconds(lambda config=config, data=data: estimate(config, data), repeats)
+            seconds = median_seconds(lambda config=config, data=data: estimate_advantages(config, data), repeats)
             if seconds / total > found[name]["per_million"] / 1e6:
                 found[name] = {"seconds": seconds, "per_million": seconds / total * 1e6}
     return found

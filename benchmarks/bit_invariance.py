@@ -20,7 +20,7 @@ from common import DTYPES, arguments, machine, markdown, write_results
 from torch import Tensor
 
 from quartet.models.attention import AttentionParams
-from quartet.models.exact import ExactPackedAttention, additive_mask, exact_masked_attention, key_length
+from quartet.models.exact import ExactPackedAttention, additive_mask, exact_masked_attention, padded_key_length
 
 SHAPES = (
     (16, 16), (64, 64), (64, 172), (100, 77), (192, 512), (256, 688), (512, 512), (512, 1408), (1408, 512),
@@ -134,7 +134,7 @@ def attention(draw: Draw, positions: list[int]) -> list[list[str]]:
             whole = ExactPackedAttention([LONGEST]).attend(0, q, k, v, rule)
             shares = []
             for num_rows in QUERY_ROWS:
-                for rounded in (in_32s, key_length):
+                for rounded in (in_32s, padded_key_length):
                     same = sum(
                         torch.equal(_single(q, k, v, p, num_rows, rounded(p + 1), rule), whole[0, :, p])
                         for p in positions

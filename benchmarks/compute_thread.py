@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from common import arguments, markdown, write_results
 
-from quartet.observe.process import end_pool
+from quartet.observe.process import end_thread_pool
 from quartet.schedule.clock import ComputeThread
 
 _UP, _DOWN = torch.randn(1024, 256), torch.randn(256, 1024)
@@ -60,7 +60,7 @@ async def measured(rounds: int, repeats: int, calls: int) -> dict[str, float]:
         found.setdefault("beside a second pool", []).append(await compute.run(lambda: seconds_of(rounds)))
         idle.close()
         compute.close()
-        end_pool()
+        end_thread_pool()
     begun = time.perf_counter()
     for _ in range(calls):
         await compute.run(lambda: None)

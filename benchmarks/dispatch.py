@@ -24,7 +24,7 @@ from common import arguments, markdown, write_results
 
 from quartet.batch import ColumnSet, RaggedBatch
 from quartet.cluster import BROADCAST, RANK_ZERO, SPLIT, ResourcePool, Worker, WorkerGroup, connect, dispatch
-from quartet.cluster.dispatch import plan_parts, table_of
+from quartet.cluster.dispatch import plan_parts, segment_table
 
 MIB = 2**20
 
@@ -125,7 +125,7 @@ def calls(group: WorkerGroup, raw: Sequence[Any], args: Any) -> list[dict[str, A
     """Seconds per call, ours and raw, for several payloads."""
     import ray
 
-    from quartet.cluster.ray_backend import deregister_tensors, register_tensors
+    from quartet.cluster.ray_backend import deregister_tensor_serializer, register_tensor_serializer
 
     def raw_call(method: str, actors: Sequence[Any], payloads: Sequence[Any]) -> Callable[[], Any]:
         def run() -> None:
@@ -135,7 +135,7 @@ def calls(group: WorkerGroup, raw: Sequence[Any], args: Any) -> list[dict[str, A
 
     array, tensor = np.ones(MIB, np.uint8), torch.ones(MIB, dtype=torch.uint8)
     batch = ragged(10 * MIB)
-    plan = plan_parts(table_of(batch), len(raw))
+    plan = plan_parts(segment_table(batch), len(raw))
     parts = [batch.select(part) for part in plan]
     everyone, first = list(raw), list(raw[:1])
 
@@ -166,11 +166,11 @@ def calls(group: WorkerGroup, raw: Sequence[Any], args: Any) -> list[dict[str, A
     for name, ours, theirs, number in cases:
 
         def raw_turn(run: Callable[[], Any] = theirs) -> None:
-            deregister_tensors()
+            deregister_tensor_serializer()
             try:
                 run()
             finally:
-                register_tensors()
+                register_tensor_serializer()
 
         seconds = take_turns({"ours": ours, "raw": raw_turn}, max(number, 2))
         found.append({"payload": name, **seconds, "ratio": seconds["ours"] / seconds["raw"]})

@@ -393,7 +393,7 @@ def measured_rank(answer: Connection, rank: int, sizes: Sizes, port: int, path: 
     from common import model_config, prompt_ids, step_groups
 
     from quartet.batch.ragged import RaggedBatch
-    from quartet.train.forward import Needs
+    from quartet.train.forward import ForwardNeeds
     from quartet.train.objectives import SFTObjective
 
     torch.set_num_threads(1)
@@ -426,7 +426,7 @@ def measured_rank(answer: Connection, rank: int, sizes: Sizes, port: int, path: 
         engine.train_step(one, SFTObjective())
         found["update"][factor] = peak.bytes()
         peak = Peak(floor)
-        engine.forward(one, Needs(logprobs=True))
+        engine.forward(one, ForwardNeeds(logprobs=True))
         found["forward"][factor] = peak.bytes()
     found["resting"] = anonymous() - floor
     answer.send(found)

@@ -26,7 +26,7 @@ from quartet.extras.cpu_kernels import fused, merged_layers
 from quartet.extras.cpu_kernels.merged_layers import MergedLayers
 from quartet.models.attention import PackedAttention
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.compute_dtype_weights import as_it_is
+from quartet.rollout.compute_dtype_weights import keep_dtype
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 
@@ -50,7 +50,7 @@ def without(fusions: tuple[str, ...]) -> Iterator[None]:
             stack.enter_context(mock.patch.object(MergedLayers, "merge", return_value=None))
         if "forms" in fusions:
             stack.enter_context(mock.patch.object(merged_layers, "is_packed_best", return_value=False))
-            stack.enter_context(mock.patch.object(merged_layers, "plain_form", return_value=as_it_is))
+            stack.enter_context(mock.patch.object(merged_layers, "plain_form", return_value=keep_dtype))
         yield
 
 

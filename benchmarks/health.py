@@ -20,7 +20,7 @@ from quartet.config.recipe import ActorConfig, CriticConfig, RLRecipe, RolloutCo
 from quartet.config.run import LogConfig
 from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.run import Quickstart
-from quartet.observe.health import CHECKS, examine
+from quartet.observe.health import CHECKS, examine_health
 from quartet.observe.trackers import read_metrics
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
@@ -84,7 +84,7 @@ def false_alarms(curves: Curves) -> dict[str, list[str]]:
     """The names of the curves that each check finds something in."""
     found: dict[str, list[str]] = {check.name: [] for check in CHECKS}
     for name, rows in curves.items():
-        for check in examine(rows).findings:
+        for check in examine_health(rows).findings:
             found[check].append(name)
     return found
 

@@ -31,7 +31,7 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.schedule.model_worker import TrainWorker
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs, forward_only
+from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import SFTObjective
 
 UPDATES = 10
@@ -103,7 +103,9 @@ def gap(packed: PackedCausalLM, batch: RaggedBatch) -> dict[str, float]:
     mask, columns = batch.token["loss_mask"], []
     for context in (contextlib.nullcontext, packed.with_merged_adapters):
         with context():
-            columns.append(forward_only(packed, batch, Needs(logprobs=True), 1 << 20).token["logprobs"][mask].double())
+            columns.append(
+                forward_only(packed, batch, ForwardNeeds(logprobs=True), 1 << 20).token["logprobs"][mask].double()
+            )
     difference = columns[0] - columns[1]
     return {"max": float(difference.abs().max()), "std": float(difference.std()), "bias": float(difference.mean())}
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from common import arguments, build_model, markdown, write_results
 
-from quartet.batch.partition import TOKEN_COST, AtomTree, balanced, longest_first, plan_micro_batches
+from quartet.batch.partition import TOKEN_COST, AtomTree, balanced_partition, greedy_partition, plan_micro_batches
 from quartet.batch.ragged import RaggedBatch
 
 PARTS = (2, 3, 4, 8, 16, 32, 64)
@@ -86,10 +86,10 @@ def karmarkar_karp(costs: Sequence[int], num_parts: int, equal_counts: bool = Fa
 
 
 WAYS: dict[str, Callable[[Sequence[int], int], Parts]] = {
-    "longest first": longest_first,
+    "longest first": greedy_partition,
     "Karmarkar-Karp": karmarkar_karp,
     "the same, equal counts": lambda costs, num_parts: karmarkar_karp(costs, num_parts, equal_counts=True),
-    "ours": balanced,
+    "ours": balanced_partition,
 }
 
 
@@ -133,11 +133,11 @@ def dearest_table(found: dict[str, dict[str, list[float]]]) -> str:
 def former_plan(lengths: Sequence[int], budget: int, num_ranks: int) -> list[Parts]:
     """Shares by tokens, longest first; each cut by itself into few micro-batches."""
     plan = []
-    for share in longest_first(lengths, num_ranks):
+    for share in greedy_partition(lengths, num_ranks):
         tokens = [lengths[i] for i in sorted(share)]
         num_parts = max(-(-sum(tokens) // budget), sum(2 * n > budget for n in tokens), 1)
         while True:
-            parts = longest_first(tokens, min(num_parts, len(tokens)))
+            parts = greedy_partition(tokens, min(num_parts, len(tokens)))
             if all(sum(tokens[i] for i in part) <= budget for part in parts):
                 break
             num_parts += max(num_parts // 32, 1)
@@ -242,7 +242,7 @@ def planning_rows(repeats: int, num_groups: int) -> list[list[str]]:
 def measure_attention(repeats: int, total: int) -> dict[str, float]:
     """Processor time of forward and backward of the small model, by the lengths into which ``total`` tokens are cut."""
     from quartet.models.packed_model import PackedCausalLM
-    from quartet.train.forward import Needs, compute
+    from quartet.train.forward import ForwardNeeds, forward_packed
 
     packed = PackedCausalLM(build_model("small"))
     lengths = [n for n in (64, 128, 256, 512, 1024, 2048, 4096) if n <= total]
@@ -257,7 +257,7 @@ def measure_attention(repeats: int, total: int) -> dict[str, float]:
     for turn in range(repeats + 1):
         for n, batch in batches.items():
             start = time.process_time()
-            outputs = compute(packed, batch, Needs(logprobs=True), 1024)
+            outputs = forward_packed(packed, batch, ForwardNeeds(logprobs=True), 1024)
             assert outputs.logprobs is not None
             outputs.logprobs.sum().backward()
             if turn:

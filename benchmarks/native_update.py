@@ -98,9 +98,9 @@ config = TrainConfig(precision=precision, optim=OptimConfig(lr=1e-6), **job["tra
 engine = TrainEngine(PackedCausalLM(model, precision), config, total_steps=1000)
 objective = PolicyObjective(GRPO(), len(batch), 1.0, 0.0, True, max(max(r) for _, r in job["groups"]))
 if job["forward"]:
-    from quartet.train.forward import Needs  # Elsewhere in older checkouts, whose updates are measured alone.
+    from quartet.train.forward import ForwardNeeds  # Elsewhere in older checkouts, whose updates are measured alone.
 
-    needs = Needs(logprobs=True, mask="action_mask")
+    needs = ForwardNeeds(logprobs=True, mask="action_mask")
     engine.forward(batch, needs)
 engine.train_step(batch, objective)
 turns.report(kinds=seconds_by_kind() if job["profile"] else {})

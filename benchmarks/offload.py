@@ -20,7 +20,7 @@ import torch
 from common import MODELS, arguments, build_model, markdown, write_results
 
 from quartet.models.packed_model import PackedCausalLM
-from quartet.train.offload import MappedFiles, Moved, Offload, PinnedMemory
+from quartet.train.offload import MappedFileStore, MoveResult, Offload, PinnedMemoryStore
 
 
 def memcpy(num_bytes: int, device: torch.device) -> dict[str, float]:
@@ -58,9 +58,9 @@ def offload_for(args: Any, kind: str, store: Any) -> Offload:
 def measure(args: Any, kind: str, name: str) -> dict[str, Any]:
     """One model, out and in ``args.repeats`` times; the first is told apart from later ones."""
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        offload = offload_for(args, kind, MappedFiles(directory) if name == "files" else PinnedMemory())
-        out: list[Moved] = []
-        back: list[Moved] = []
+        offload = offload_for(args, kind, MappedFileStore(directory) if name == "files" else PinnedMemoryStore())
+        out: list[MoveResult] = []
+        back: list[MoveResult] = []
         for _ in range(1 + args.repeats):
             out.append(offload.offload())
             back.append(offload.onload())

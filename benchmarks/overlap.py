@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from quartet.batch.ragged import ColumnSet
 from quartet.cluster import BROADCAST, ResourcePool, Worker, WorkerGroup, connect, dispatch
-from quartet.config.placement import HEADS, PlacementConfig, ResolvedPlacement, Role, resolve
+from quartet.config.placement import HEADS, PlacementConfig, ResolvedPlacement, Role, resolve_placement
 from quartet.extras.simulation.simulation import (
     Cost,
     CostModel,
@@ -39,7 +39,7 @@ from quartet.extras.simulation.simulation import (
     sleep_here,
 )
 from quartet.observe.spans import Span, SpanRecorder
-from quartet.schedule.clock import now
+from quartet.schedule.clock import loop_time
 from quartet.schedule.groups import Chunk
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.leases import LeaseMode
@@ -55,7 +55,7 @@ REAL_SPEED = 100
 
 def placed(fragment: Mapping[str, Any]) -> ResolvedPlacement:
     """A recipe's ``placement`` for a run with all five roles."""
-    return resolve(TypeAdapter(PlacementConfig).validate_python(fragment), KINDS)
+    return resolve_placement(TypeAdapter(PlacementConfig).validate_python(fragment), KINDS)
 
 
 # The study -----------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def simulated(
     """A run on the virtual clock, or with ``asyncio.run`` on the real one; roles' parts move at ``bytes_per_s``."""
 
     async def main() -> SimulationResult:
-        recorder = SpanRecorder(clock=now)
+        recorder = SpanRecorder(clock=loop_time)
         moves = None if bytes_per_s is None else Moves(costs, bytes_per_s, recorder)
         sizes = {"prompts_per_step": SAMPLES, "chunk_size": CHUNK}
         simulation = Simulation(costs, placement, **sizes, recorder=recorder, offloader=moves, sleep=sleep)

@@ -6,7 +6,7 @@
 The share of a stage's time in which it does nothing, beside (stages - 1) / (micro-batches + stages - 1).
 
 *Speed.* An SFT update's gradients (fp32) of a Llama of 16 layers by two processes of one thread that have a stage each,
-and by the first of them alone with the whole model; the two take turns in one run, and the median turn counts. Needs
+and by the first of them alone with the whole model; the two take turns in one run, and the median turn counts. ForwardNeeds
 two idle cores: on a busy machine the processor time of the busiest rank says more, with the bubble by the formula.
 """
 
@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.worker import free_port
 from quartet.models.packed_model import PackedCausalLM
-from quartet.train.forward import Needs, PackedPass
+from quartet.train.forward import ForwardNeeds, PackedPass
 from quartet.train.parallel.pipeline import MicroBatch, Pipeline, Stage
 
 VOCAB = 2048
@@ -84,7 +84,7 @@ class Trained:
 
     def __init__(self, packed: PackedCausalLM, batch: RaggedBatch) -> None:
         self._stage: Stage | None = packed.stage
-        self._pass = PackedPass(packed, batch, Needs(logprobs=True), 1024)
+        self._pass = PackedPass(packed, batch, ForwardNeeds(logprobs=True), 1024)
         self.num_rows = self._pass.num_rows
 
     def forward(self, received: Tensor | None) -> Tensor:

@@ -35,11 +35,11 @@ from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
-from quartet.schedule.model_worker import model_bytes
+from quartet.schedule.model_worker import local_model_bytes
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs, forward_only
+from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import PolicyObjective
-from quartet.trainers.evaluation import run_to_end
+from quartet.trainers.evaluation import run_requests
 
 GROUP_SIZE = 4
 CLIP = 0.2
@@ -73,7 +73,7 @@ def rollout(packed: PackedCausalLM, num_responses: int, length: int) -> RaggedBa
         for p, ids in enumerate(prompts)
         for r in range(GROUP_SIZE)
     ]
-    done = run_to_end(NativeEngine(packed, max_running=64), requests)
+    done = run_requests(NativeEngine(packed, max_running=64), requests)
     by_prompt = [done[p * GROUP_SIZE : (p + 1) * GROUP_SIZE] for p in range(len(prompts))]
     batch = RaggedBatch.from_groups(
         prompts, [[c.token_ids for c in row] for row in by_prompt], [request.request_id for request in requests]
@@ -106,7 +106,7 @@ def measure(kind: str, args: Any) -> dict[str, Any]:
     num_responses, length = (8, 8) if args.smoke else (args.responses, args.length)
     batch = rollout(packed, num_responses, length)
     engine = TrainEngine(packed, TrainConfig(precision=precision), total_steps=1)
-    logprobs = engine.forward(batch, Needs(logprobs=True, mask="action_mask")).token["logprobs"].float()
+    logprobs = engine.forward(batch, ForwardNeeds(logprobs=True, mask="action_mask")).token["logprobs"].float()
     packed.release()
     mask, owner = batch.token["action_mask"], batch.sequence_index()
     log_ratio = torch.where(mask, logprobs - batch.token["rollout_logprobs"], 0.0)
@@ -143,7 +143,7 @@ def measure_frozen(holding: str, args: Any) -> dict[str, Any]:
     groups = step_groups(max(1, num_responses // GROUP_SIZE), GROUP_SIZE, length)
     generator = torch.Generator().manual_seed(0)
     found: dict[str, Any] = {"holding": holding}
-    for kind, needs in (("logprobs", Needs(logprobs=True)), ("scores", Needs(scores=True))):
+    for kind, needs in (("logprobs", ForwardNeeds(logprobs=True)), ("scores", ForwardNeeds(scores=True))):
         model = spread_model(args.model, torch.float32)
         if kind == "scores":
             model = scalar_model_from(model, seed=0)
@@ -155,19 +155,19 @@ def measure_frozen(holding: str, args: Any) -> dict[str, Any]:
         ]
         batch = RaggedBatch.from_groups(prompts, answers, [str(n) for n in range(sum(map(len, answers)))])
         batch = batch.with_token(loss_mask=batch.sequence_index() >= 0)
-        before, bytes_before = _frozen_values(packed, batch, needs), model_bytes(packed)
+        before, bytes_before = _frozen_values(packed, batch, needs), local_model_bytes(packed)
         HOLDINGS[holding](packed)
         differences = (_frozen_values(packed, batch, needs) - before).abs()
         found[kind] = {
             "mean": float(differences.mean()),
             "largest": float(differences.max()),
             "spread": float(before.std()),
-            "bytes": model_bytes(packed) / bytes_before,
+            "bytes": local_model_bytes(packed) / bytes_before,
         }
     return found
 
 
-def _frozen_values(packed: Any, batch: RaggedBatch, needs: Needs) -> torch.Tensor:
+def _frozen_values(packed: Any, batch: RaggedBatch, needs: ForwardNeeds) -> torch.Tensor:
     columns = forward_only(packed, batch, needs, 4096)
     return columns.token["logprobs"][batch.token["loss_mask"]] if needs.logprobs else columns.sequence["scores"]
 

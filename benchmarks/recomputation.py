@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.packed_model import PackedCausalLM, Recomputation
-from quartet.train.forward import Needs, compute
+from quartet.train.forward import ForwardNeeds, forward_packed
 
 WAYS: tuple[Recomputation, ...] = (False, "selective", True)
 
@@ -62,7 +62,7 @@ def kept(way: Recomputation, layers: int, args: Any) -> float:
         # One token has a label: the head's part is small.
         batch = batch.with_token(loss_mask=torch.arange(tokens) == tokens - 1)
         with Alive() as alive:
-            outputs = compute(packed, batch, Needs(logprobs=True), 1024)
+            outputs = forward_packed(packed, batch, ForwardNeeds(logprobs=True), 1024)
         assert outputs.logprobs is not None and outputs.logprobs.requires_grad
         found.append(alive.bytes)
         del outputs

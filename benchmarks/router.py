@@ -26,7 +26,7 @@ from quartet.rollout.protocol import (
     Completion,
     EngineStats,
     FinishReason,
-    Generated,
+    PartialCompletion,
     Request,
     RolloutEngine,
     SamplingParams,
@@ -56,7 +56,7 @@ class Instant:
 
     def cancel(self, request_ids: Iterable[str]) -> None: ...
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
         return {}
 
     def pause(self) -> None: ...

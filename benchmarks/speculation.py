@@ -29,7 +29,7 @@ from trained_model import rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.config.common import DataConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.engines import Speculation
+from quartet.config.engines import BaseSpeculationConfig
 from quartet.extras.speculation.config import (
     HeadsConfig,
     HistorySpeculation,
@@ -39,7 +39,7 @@ from quartet.extras.speculation.config import (
 )
 from quartet.extras.speculation.job import MedusaTrainer
 from quartet.models.packed_model import PackedCausalLM
-from quartet.observe.memory import processor
+from quartet.observe.memory import describe_processor
 from quartet.rollout.drafter import make_drafter
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
@@ -102,7 +102,7 @@ class Side:
 def sides_of(model: Path, heads: Path, rows: int, *, forced: bool) -> dict[str, Side]:
     trunk = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     packed = PackedCausalLM(trunk, "fp32")
-    configs: dict[str, Speculation | None] = {
+    configs: dict[str, BaseSpeculationConfig | None] = {
         "plain": None,
         "history": HistorySpeculation(),
         "chain": MedusaSpeculation(path=str(heads)),
@@ -240,7 +240,7 @@ def main() -> None:
     bandwidth = bytes_per_second()
     floor_s = num_bytes / bandwidth
     entropy = json.loads((arguments.model / "entropy.json").read_text(encoding="utf-8"))
-    machine = processor()
+    machine = describe_processor()
     sampled = Job(prompts[:32], [arguments.tokens] * 32, sampling)
     sys.stdout.write(
         f"{machine['name']}, {machine['units'][-1]}, {arguments.threads} threads; {num_bytes / 1e6:.0f} MB of weights, "

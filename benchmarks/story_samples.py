@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluation import Generated, generate
+from quartet.trainers.evaluation import GeneratedText, generate
 
 MAX_NEW_TOKENS = 256
 FIRST_WORDS = 60
@@ -43,7 +43,7 @@ class Samples:
 
     prompts: Sequence[str]
     responses_per_prompt: int
-    stories: Sequence[Generated]
+    stories: Sequence[GeneratedText]
     parts: dict[str, list[float]]
     nats: Sequence[float]
     kl: Sequence[float]

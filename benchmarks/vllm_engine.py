@@ -18,7 +18,7 @@ from quartet.rollout.protocol import Request, SamplingParams  # noqa: E402
 from quartet.rollout.router import Router  # noqa: E402
 from quartet.rollout.sampler import sample_seed  # noqa: E402
 from quartet.rollout.staging import StagedWeights  # noqa: E402
-from quartet.weights.sink import write_into  # noqa: E402
+from quartet.weights.sink import write_weights  # noqa: E402
 
 BLOCK = 32
 
@@ -29,7 +29,7 @@ cores = [str(core) for core in sorted(os.sched_getaffinity(0))[: job["threads"]]
 model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).eval()
 longest = max(map(len, job["prompts"])) + max(job["lengths"])
 spec = EngineSpec(
-    "quartet.rollout.vllm.start:make",
+    "quartet.rollout.vllm.start:make_vllm_engine",
     {
         "path": job["model"],
         "dtype": job["dtype"],
@@ -58,7 +58,7 @@ def update(version: int) -> float:
     """Seconds of sending every weight."""
     begun = time.perf_counter()
     router.pause()
-    write_into(router.weight_sink(), model.named_parameters(), version)
+    write_weights(router.weight_sink(), model.named_parameters(), version)
     router.resume()
     return time.perf_counter() - begun
 

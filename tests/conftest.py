@@ -24,9 +24,9 @@ RAY_FILES = pytest.StashKey[set[Path]]()
 
 def pytest_report_header() -> str:
     """What decides the order of sums here; a failure on another processor begins with this line."""
-    from quartet.observe.memory import processor
+    from quartet.observe.memory import describe_processor
 
-    return f"processor: {processor()}"
+    return f"processor: {describe_processor()}"
 
 
 def _file(nodeid: str) -> str:

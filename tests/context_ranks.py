@@ -18,7 +18,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.observe.memory import held_bytes, peak_resident_bytes
-from quartet.train.forward import Needs, Outputs, compute
+from quartet.train.forward import ForwardNeeds, ForwardOutputs, forward_packed
 from quartet.train.parallel.context import ModelParallel
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.pass_group import PassGroup
@@ -111,14 +111,14 @@ def make_batch(tree: str) -> RaggedBatch:
     )  # fmt: skip
 
 
-def needs_of(case: PassCase) -> Needs:
+def needs_of(case: PassCase) -> ForwardNeeds:
     if case.scalar:
         # A mask may name the first token where values are not asked for.
-        return Needs(values=True, scores=True, step_scores=True)
-    return Needs(logprobs=True, entropies=True, entropy_gradient=case.entropy_gradient, temperature=0.7)
+        return ForwardNeeds(values=True, scores=True, step_scores=True)
+    return ForwardNeeds(logprobs=True, entropies=True, entropy_gradient=case.entropy_gradient, temperature=0.7)
 
 
-def loss_of(outputs: Outputs) -> Tensor:
+def loss_of(outputs: ForwardOutputs) -> Tensor:
     """Weighs every number of it differently."""
     loss = torch.zeros((), dtype=torch.float64)
     for i, values in enumerate(outputs.fields().values()):
@@ -143,9 +143,9 @@ def run_pass(case: PassCase) -> dict[str, Any]:
         context = PassGroup(mesh.context_group, packed.work)
         packed.parallel = ModelParallel.of(packed, tensor=None, context=context)
     with torch.no_grad():
-        outputs = compute(packed, batch, needs, 7, share=case.share)
+        outputs = forward_packed(packed, batch, needs, 7, share=case.share)
     sent = dict(packed.work.sent)
-    with_gradient = compute(packed, batch, needs, 7, share=case.share)
+    with_gradient = forward_packed(packed, batch, needs, 7, share=case.share)
     loss_of(with_gradient).backward()
     gradients = {}
     for name, parameter in packed.model.named_parameters():
@@ -185,6 +185,6 @@ def peak_bytes(context: int, num_tokens: int) -> int:
         held_bytes(torch.device("cpu"))
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel begins to look anew
         before = peak_resident_bytes()
-        loss_of(compute(packed, batch, Needs(logprobs=True), 256)).backward()
+        loss_of(forward_packed(packed, batch, ForwardNeeds(logprobs=True), 256)).backward()
         found = peak_resident_bytes() - before
     return found

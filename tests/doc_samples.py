@@ -31,8 +31,8 @@ from pydantic import BaseModel, ValidationError
 
 from quartet.cli.main import add_plugins, app
 from quartet.config.load import _overridden, _with_defaults, load_engine, load_recipe
-from quartet.config.plugins import jobs, recipes
-from quartet.config.strict import explain, item_annotation, members
+from quartet.config.plugins import all_jobs, recipe_classes
+from quartet.config.strict import as_user_error, item_annotation, union_members
 from quartet.config.yamls import parse_yaml
 from quartet.extras.recipes.reference import sections, starter
 
@@ -130,7 +130,7 @@ def check_part(value: dict[str, Any], models: Sequence[type[BaseModel]] | None =
             mistakes = [each for each in error.errors() if each["type"] not in _OPEN and each["loc"]]
             if mistakes:
                 unknown = sum(each["type"] == "extra_forbidden" and len(each["loc"]) == 1 for each in mistakes)
-                errors.append((unknown, len(mistakes), explain(error, model, f"as a part of {model.__name__}")))
+                errors.append((unknown, len(mistakes), as_user_error(error, model, f"as a part of {model.__name__}")))
                 continue
         return
     raise min(errors, key=lambda each: each[:2])[2]
@@ -139,10 +139,10 @@ def check_part(value: dict[str, Any], models: Sequence[type[BaseModel]] | None =
 @cache
 def _sections() -> tuple[type[BaseModel], ...]:
     """The recipes, then all that is in them."""
-    found: dict[type[BaseModel], None] = dict.fromkeys(recipes().values())
+    found: dict[type[BaseModel], None] = dict.fromkeys(recipe_classes().values())
     for model in (waiting := list(found)):
         for field in model.model_fields.values():
-            below = members(field.annotation) or members(item_annotation(field.annotation))
+            below = union_members(field.annotation) or union_members(item_annotation(field.annotation))
             waiting += [each for each in below if each not in found]
             found.update(dict.fromkeys(below))
     return tuple(found)
@@ -154,7 +154,7 @@ def _group() -> Any:
 
 
 def check_command(words: list[str], recipes: dict[str, str], *, inline: bool = False) -> None:
-    """Raises what is wrong with ``quartet`` followed by ``words``; ``recipes``: texts by file name."""
+    """Raises what is wrong with ``quartet`` followed by ``words``; ``recipe_classes``: texts by file name."""
     if words[0] in ("--version", "--install-completion"):
         return
     group = _group()
@@ -170,7 +170,7 @@ def check_command(words: list[str], recipes: dict[str, str], *, inline: bool = F
         list(sections(given["job"], given["part"] or ""))
     elif name == "serve" and given["model"]:
         load_engine(given["engine"] or ())
-    elif (name in jobs() or name == "doctor") and given["recipe"]:
+    elif (name in all_jobs() or name == "doctor") and given["recipe"]:
         job = "rl" if name == "doctor" else name
         _check_job(job, given["recipe"], given["overrides"] or (), recipes)
 
@@ -185,7 +185,7 @@ def _check_job(job: str, recipe: Path, overrides: Sequence[str], texts: dict[str
     elif recipe.parts[0] == "recipes":
         load_recipe(job, ROOT / recipe, _from_root(known))
     else:
-        check_part(_overridden(job, None, _from_root(known)), [recipes()[job]])
+        check_part(_overridden(job, None, _from_root(known)), [recipe_classes()[job]])
 
 
 def _check_overrides(job: str, text: str, overrides: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from quartet.config import UserError
 from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
-from quartet.weights.sink import write_into
+from quartet.weights.sink import write_weights
 
 LIMIT_S = 60.0
 """For what a test waits for."""
@@ -105,7 +105,7 @@ class Kind:
         """In a pause, as the protocol has it."""
         self.version += 1
         self.engine.pause()
-        write_into(self.engine.weight_sink(), model.named_parameters(), self.version)
+        write_weights(self.engine.weight_sink(), model.named_parameters(), self.version)
         self.engine.resume()
 
     def swap(self) -> None:
@@ -235,7 +235,7 @@ class EngineContract:
         expected = kind.run([request])[0]
         few = list(kind.models[1].named_parameters())[1:]
         with pytest.raises(UserError):
-            write_into(kind.engine.weight_sink(), few, kind.version + 1)
+            write_weights(kind.engine.weight_sink(), few, kind.version + 1)
         again = kind.run([kind.ask(temperature=0.0, max_new_tokens=10)])[0]
         assert (again.token_ids, again.versions) == (expected.token_ids, expected.versions)
 

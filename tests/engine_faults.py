@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import UserError
-from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Generated, GenerationError, Request
+from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, PartialCompletion, Request
 
 VOCAB = 61
 
@@ -79,9 +79,9 @@ class Scripted:
             if request_id in self._held:
                 self._ready.append(_completion(*self._held.pop(request_id), FinishReason.CANCELLED))
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
         held = {i: tuple(self._held[i][1]) for i in request_ids if i in self._held}
-        return {i: Generated((7,) * len(each), (-1.0,) * len(each), each) for i, each in held.items()}
+        return {i: PartialCompletion((7,) * len(each), (-1.0,) * len(each), each) for i, each in held.items()}
 
     def update_weights(self, source: Iterable[tuple[str, Any]] | None, version: int) -> None:
         if self.fault == "fails to load" and version >= self.after:

@@ -32,7 +32,7 @@ from quartet.config.algorithms import GRPO, PPO
 from quartet.config.common import TrainConfig
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs, forward_only
+from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 
 SIZES: dict[str, Any] = {
@@ -108,8 +108,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     value = PackedScalarModel(on_accelerator(scalar))
     objectives = {"grpo": PolicyObjective(GRPO(), 4, 1.0, 0.1, True, 8), "sft": SFTObjective()}
     found: dict[str, Callable[[], Any]] = {}
-    steps = Needs(step_scores=True, mask="step_mask")
-    everything = Needs(logprobs=True, entropies=True)
+    steps = ForwardNeeds(step_scores=True, mask="step_mask")
+    everything = ForwardNeeds(logprobs=True, entropies=True)
     for precision in ("fp32", "bf16"):
         found[f"score {precision}"] = lambda p=precision: forward_only(
             PackedCausalLM(causal, p), batch(), everything, 12
@@ -123,7 +123,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         PackedCausalLM(causal, activation_checkpointing=True), activation_checkpointing=True
     ).train_step(batch(), SFTObjective())
     found["train value"] = lambda: engine(value).train_step(batch(), ValueObjective(PPO(), 4))
-    found["score sequences"] = lambda: forward_only(value, batch(), Needs(scores=True), 12).sequence["scores"]
+    found["score sequences"] = lambda: forward_only(value, batch(), ForwardNeeds(scores=True), 12).sequence["scores"]
     found["score steps"] = lambda: forward_only(value, batch(), steps, 12).token["step_scores"]
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quartet.schedule.model_worker import Checkpointed
 from quartet.schedule.role_group import LocalGroup
-from quartet.train.checkpoint import Checkpoint, Share
+from quartet.train.checkpoint import Checkpoint, CheckpointShare
 from quartet.train.state import REST
 from quartet.trainers import checkpoints
 from quartet.trainers.run import RunDirectory
@@ -33,9 +33,9 @@ class State(Checkpointed):
 
 def save(run: RunDirectory, step: int, rest: dict[str, Any], info: Mapping[str, Any] | None = None) -> None:
     """Saves ``rest`` as the state of the role ``engine``."""
-    asyncio.run(checkpoints.save(run, {"engine": LocalGroup(State(rest))}, step, info or {}))
+    asyncio.run(checkpoints.save_checkpoint(run, {"engine": LocalGroup(State(rest))}, step, info or {}))
 
 
 def saved(found: Checkpoint) -> dict[str, Any]:
-    """What ``save`` was given."""
-    return Share(found.path / "engine").rest()
+    """What ``save_checkpoint`` was given."""
+    return CheckpointShare(found.path / "engine").rest()

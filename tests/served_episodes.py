@@ -15,7 +15,7 @@ from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, EnvironmentConfig, RLRecipe, RolloutConfig
 from quartet.config.run import LogConfig
 from quartet.envs.protocol import Item, Observation, StepResult
-from quartet.observe.rollouts import RolloutRecord, read_step
+from quartet.observe.rollouts import RolloutRecord, read_rollout_step
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLTrainer
 
@@ -63,7 +63,9 @@ def run(
         )
         objects = {"model": causal_lm(), "tokenizer": tokenizer, "prompts": prompts}
         result = RLTrainer(recipe, environment=Conversation, **objects).train()
-        records = [record for step in range(1, STEPS + 1) for record in read_step(result.path / "rollouts", step)]
+        records = [
+            record for step in range(1, STEPS + 1) for record in read_rollout_step(result.path / "rollouts", step)
+        ]
         rows = [row for row in read_metrics(result.path / "metrics.jsonl") if "policy_version" in row]
         return sorted(records, key=lambda record: (record.policy_version, record.sequence_id)), result.model, rows
 

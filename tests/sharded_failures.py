@@ -15,7 +15,7 @@ from torch import nn
 
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import LossTerm, TrainEngine
-from quartet.train.forward import Needs, forward_only
+from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import SFTObjective
 from quartet.train.parallel.fsdp import shard_model, sharded
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
@@ -122,8 +122,8 @@ def forward_passes(mesh: Mesh) -> Any:
     batch, differences, rank = make_batch(), {}, mesh.data.rank
     own = [batch.select([0, 5, 6, 7, 8]), batch.select([])][rank % 2]
     for kind, needs in {
-        "causal": Needs(logprobs=True, entropies=True),
-        "scalar": Needs(values=True, scores=True),
+        "causal": ForwardNeeds(logprobs=True, entropies=True),
+        "scalar": ForwardNeeds(values=True, scores=True),
     }.items():
         for precision in ("fp32", "bf16"):
             found = []

@@ -34,23 +34,23 @@ from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.weight_sync import WeightReceiverMixin, open_weight_sync, sync_weights
 from quartet.train.checkpoint import (
-    Share,
+    CheckpointShare,
     ShareWriter,
     begin_checkpoint,
     complete_checkpoint,
     newest_checkpoint,
-    own_part,
+    rank_share,
     write_share,
 )
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs, forward_only
+from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import SFTObjective
-from quartet.train.offload import MappedFiles, Offload
+from quartet.train.offload import MappedFileStore, Offload
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.tensors import local, write_part
-from quartet.train.state import snapshot, tensors_of
+from quartet.train.state import copy_to_host, state_tensors
 from quartet.weights.sink import NamedSource, TensorSink, gather
 
 
@@ -358,7 +358,7 @@ def save(engine: TrainEngine[Any], root: Path, step: int, *, after: Callable[[],
 def resume(engine: TrainEngine[Any], root: Path) -> None:
     found = newest_checkpoint(root)
     assert found is not None
-    share = Share(found.path / "actor")
+    share = CheckpointShare(found.path / "actor")
     with engine.loading(share.shapes, share.rest()) as live:
         share.read_into(live)
 
@@ -370,7 +370,7 @@ def incomplete(path: str, root: str, other: str) -> dict[str, str]:
     steps(engine, 1)
     draft = [begin_checkpoint(Path(root), 1) if rank == 0 else None]
     dist.broadcast_object_list(draft)
-    files = write_share(draft[0] / "actor", own_part(engine.state(), rank), rank)
+    files = write_share(draft[0] / "actor", rank_share(engine.state(), rank), rank)
     dist.barrier()
     if rank == 0:
         try:
@@ -421,7 +421,7 @@ def offloaded(path: str, directory: str, shard: Cut, options: Mapping[str, Any])
     """Steps of an engine whose parts leave and come back between them, and of one that stays."""
     engines = [make_engine(path, mesh_of(shard), **options) for _ in range(2)]
     moving = engines[0]
-    parts = moving.offloading(MappedFiles(Path(directory) / str(dist.get_rank())))
+    parts = moving.offloading(MappedFileStore(Path(directory) / str(dist.get_rank())))
     losses: list[list[float]] = [[], []]
     for away in (("params", "grads", "optimizer"), ("optimizer",), ("params",), ("grads", "params")):
         parts.offload(away)
@@ -430,7 +430,7 @@ def offloaded(path: str, directory: str, shard: Cut, options: Mapping[str, Any])
             losses[i] += steps(engine, 1)
     moved = parts.offload()
     weights = [{n: gather(t) for n, t in engine.weights()} for engine in engines]  # read where they are
-    states = [tensors_of(snapshot(engine.state())) for engine in engines]
+    states = [state_tensors(copy_to_host(engine.state())) for engine in engines]
     refused = ""
     # The root itself refuses before it gathers, whoever calls it.
     for compute in (lambda: steps(moving, 1), lambda: moving.packed.one_call(lambda: None)):
@@ -461,9 +461,9 @@ def memory_of_offload(path: str, directory: str) -> dict[str, int]:
     load_shares(packed, path)
     batch = RaggedBatch.from_sequences([[1, 2, 3]], ["a"])
     batch = batch.with_token(wanted=torch.tensor([False, True, True]))
-    needs = Needs(logprobs=True, mask="wanted")
+    needs = ForwardNeeds(logprobs=True, mask="wanted")
     before = forward_only(packed, batch, needs, 64)
-    parts = Offload(packed, MappedFiles(Path(directory) / str(dist.get_rank())))
+    parts = Offload(packed, MappedFileStore(Path(directory) / str(dist.get_rank())))
     out = parts.offload()
     parts.onload()
     after = forward_only(packed, batch, needs, 64)

@@ -22,7 +22,7 @@ from quartet.extras.speculation.head_trainer import Companion, CompanionWorker
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
-from quartet.schedule.model_worker import Update
+from quartet.schedule.model_worker import UpdateSpec
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import (
     KTOObjective,
@@ -253,7 +253,7 @@ def heads_beside(case: Case, shared: bool, mesh: Mesh | None = None) -> dict[str
     worker = CompanionWorker(engine, None, Companion(engine, heads, learning, seed=3))
     _, objective, _ = objectives()[case.objective]
     updates = [
-        [Update((0, 1, 2, 3, 4, 5), objective, 2 * step), Update((6, 7, 8, 9), objective, 2 * step + 1)]
+        [UpdateSpec((0, 1, 2, 3, 4, 5), objective, 2 * step), UpdateSpec((6, 7, 8, 9), objective, 2 * step + 1)]
         for step in range(2)
     ]
     figures = [worker.update(batch, of_step)[-1] | worker.train_drafter() for of_step in updates]

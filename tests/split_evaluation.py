@@ -22,7 +22,7 @@ from quartet.models.loading import scalar_model_from
 from quartet.train import forward
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.trainers.preference import PreferenceWorker
-from quartet.trainers.supervised import Given, RewardModelWorker, SFTWorker
+from quartet.trainers.supervised import PassedObjects, RewardModelWorker, SFTWorker
 
 NUM_ROWS = 24
 JOBS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -44,7 +44,7 @@ class Counts:
 @contextmanager
 def counting(fails: bool = False) -> Iterator[Counts]:
     """What forward-only passes compute within; all of them fail where ``fails``, but idle ones."""
-    counts, compute, columns = Counts(), forward.compute, forward._columns
+    counts, compute, columns = Counts(), forward.forward_packed, forward._columns
 
     def counted(packed: Any, batch: Any, *args: Any, **options: Any) -> Any:
         if batch.ids == ("idle",):
@@ -60,7 +60,7 @@ def counting(fails: bool = False) -> Iterator[Counts]:
         return columns(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "compute", counted)
+        patch.setattr(forward, "forward_packed", counted)
         patch.setattr(forward, "_columns", counted_batch)
         yield counts
 
@@ -88,7 +88,7 @@ def make_worker(job: str, mesh: Mesh | None) -> Any:
     if recipe.is_scalar:
         model = scalar_model_from(model, seed=0)
     model = model.double()
-    given = Given(model, tokenizer, rows, rows)
+    given = PassedObjects(model, tokenizer, rows, rows)
     return kind(made, given, torch.device("cpu"), mesh)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import SPLIT, Layout, marks_of
+from quartet.cluster.dispatch import SPLIT, RankLayout, dispatched_methods
 from quartet.schedule.role_group import RoleGroup
 
 
@@ -31,11 +31,11 @@ class SplitWorkers(RoleGroup[Any]):
 
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = method.__name__
-        assert marks_of(type(self.workers[0]))[name].mode is SPLIT
+        assert dispatched_methods(type(self.workers[0]))[name].mode is SPLIT
         batch, *others = args
         assert batch.ids == self._whole.ids and bool((batch.input_ids == -1).all()), "the caller holds token ids"
         filled = replace(batch, input_ids=self._whole.input_ids)
-        plan = SPLIT.plan(Layout(len(self.workers)), (filled, *others), kwargs)
+        plan = SPLIT.plan(RankLayout(len(self.workers)), (filled, *others), kwargs)
         calls = [call for call in plan.calls if call is not None]
         results = [getattr(worker, name)(*of.args, **of.kwargs) for worker, of in zip(self.workers, calls, strict=True)]
         return plan.collect(results, plan.shares)

@@ -16,7 +16,7 @@ from architectures import build
 from quartet.config.common import LoRAConfig
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.train.forward import Needs, compute, idle_pass
+from quartet.train.forward import ForwardNeeds, forward_packed, idle_pass
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
@@ -64,10 +64,10 @@ def make_model(case: TensorCase) -> PackedModel:
     return packed
 
 
-def needs_of(case: TensorCase) -> Needs:
+def needs_of(case: TensorCase) -> ForwardNeeds:
     if case.scalar:
-        return Needs(values=True, scores=True, step_scores=True)
-    return Needs(logprobs=True, entropies=True, entropy_gradient=True, temperature=0.7)
+        return ForwardNeeds(values=True, scores=True, step_scores=True)
+    return ForwardNeeds(logprobs=True, entropies=True, entropy_gradient=True, temperature=0.7)
 
 
 @cache
@@ -83,10 +83,10 @@ def run_pass(case: TensorCase) -> dict[str, Any]:
 
     def forward() -> None:
         with torch.no_grad():
-            outputs.append(compute(packed, batch, needs, 7, share=case.share))
+            outputs.append(forward_packed(packed, batch, needs, 7, share=case.share))
 
     def train() -> None:
-        outputs.append(compute(packed, batch, needs, 7, share=case.share))
+        outputs.append(forward_packed(packed, batch, needs, 7, share=case.share))
         loss = context_ranks.loss_of(outputs[-1])
         loss.backward()
 

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 import preload
 from quartet.cli.main import main
-from quartet.cluster.torchrun import LauncherRank, run_under_torchrun
+from quartet.cluster.torchrun import TorchrunRank, run_under_torchrun
 from quartet.train.parallel.fsdp import ShardedModel
 
 for module in preload.MODULES:
@@ -60,7 +60,7 @@ def torchrun(
             Path(log).with_name(f"rank{env['RANK']}").write_text(str(os.getpid()))
             command = args[3:]  # behind ``python -u entry.py``
             if cwd is None:
-                os._exit(_status(partial(run_under_torchrun, [sys.executable, *command], LauncherRank.found(env))))
+                os._exit(_status(partial(run_under_torchrun, [sys.executable, *command], TorchrunRank.found(env))))
             os.chdir(cwd)
             sys.argv = ["quartet", *command]
             is_last = env["RANK"] == str(int(env["WORLD_SIZE"]) - 1)

@@ -16,9 +16,9 @@ from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 from quartet.train.parallel.tensors import write_part
-from quartet.train.state import REST, shapes_of, tensors_of
+from quartet.train.state import REST, state_tensors, tensor_shapes
 from tolerances import in_dtype
 
 VOCAB = 31
@@ -96,8 +96,8 @@ def batch(make_engine: Callable[..., TrainEngine[Any]]) -> RaggedBatch:
         trajectory=torch.tensor([0, 1, 1, 2, 3, 4, 5]),
     ).with_token(action_mask=action, loss_mask=action & keep & (owner != 4))
     engine = make_engine("causal")
-    own = engine.forward(found, Needs(logprobs=True, mask="action_mask", temperature=0.9)).token["logprobs"]
-    values = make_engine("scalar").forward(found, Needs(values=True, mask="action_mask")).token["values"]
+    own = engine.forward(found, ForwardNeeds(logprobs=True, mask="action_mask", temperature=0.9)).token["logprobs"]
+    values = make_engine("scalar").forward(found, ForwardNeeds(values=True, mask="action_mask")).token["values"]
     return found.with_token(
         old_logprobs=own + 0.3 * normal() * action,
         rollout_logprobs=own + 0.1 * normal() * action,
@@ -178,6 +178,6 @@ def same(tolerances: dict[torch.dtype, tuple[float, float]]) -> Callable[..., No
 
 def load_state(engine: TrainEngine[Any], state: dict[str, Any]) -> None:
     """Takes up what ``engine.state`` gave."""
-    with engine.loading(shapes_of(tensors_of(state)), state[REST]) as live, torch.no_grad():
+    with engine.loading(tensor_shapes(state_tensors(state)), state[REST]) as live, torch.no_grad():
         for name, tensor in live.items():
             write_part(tensor, state[name])

@@ -28,7 +28,7 @@ from quartet.schedule.weight_sync import WeightReceiverMixin, WeightSenderMixin
 from quartet.weights import sync
 from quartet.weights.digest import BLOCK_BYTES, tensor_digest
 from quartet.weights.sink import TensorSink
-from quartet.weights.sync import Endpoint, WeightSender
+from quartet.weights.sync import SyncEndpoint, WeightSender
 
 BETWEEN_PROCESSES = ("shared_memory", "collective")
 KINDS = ("shared", *BETWEEN_PROCESSES)
@@ -63,7 +63,7 @@ class Worker:
     async def call(self, method: Any, *args: Any) -> Any:
         sent, bound = pickle.dumps(args), getattr(self.host, method.__name__)
         answer = await asyncio.get_running_loop().run_in_executor(self.thread, lambda: bound(*pickle.loads(sent)))
-        if isinstance(answer, Endpoint) and self._pid is not None:
+        if isinstance(answer, SyncEndpoint) and self._pid is not None:
             answer = replace(answer, pid=self._pid)
         return pickle.loads(pickle.dumps(answer))
 

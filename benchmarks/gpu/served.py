@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     from quartet.rollout.process import EngineProcess, EngineSpec
     from quartet.rollout.router import Router
     from quartet.rollout.staging import StagedWeights
-    from quartet.weights.sink import write_into
+    from quartet.weights.sink import write_weights
 
     if args.smoke:
         config = config_of("smoke")
@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     model.save_pretrained(path)
     options: dict[str, Any] = {"cache_bytes": 1 << 26, "enforce_eager": True} if args.smoke else {}
     kwargs = {"path": str(path), "dtype": "bfloat16", "version": None, "max_num_seqs": 256, "sleep": True, **options}
-    spec = EngineSpec("quartet.rollout.vllm.start:make", kwargs, python=args.python)
+    spec = EngineSpec("quartet.rollout.vllm.start:make_vllm_engine", kwargs, python=args.python)
     staging = StagedWeights(model.named_parameters(remove_duplicate=False))
     router = Router([EngineProcess(spec, staging)], max_outstanding=512)
     version = 0
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
         version += 1
         begun = time.perf_counter()
         router.pause()
-        write_into(router.weight_sink(), model.named_parameters(), version)
+        write_weights(router.weight_sink(), model.named_parameters(), version)
         router.resume()
         return time.perf_counter() - begun
 

@@ -180,7 +180,7 @@ from .envs.protocol import (
 )
 from .observe.callbacks import (
     Callback as Callback,
-    Control as Control,
+    RunControl as RunControl,
 )
 from .observe.progress import Progress as Progress
 from .extras.report.build import build_report as build_report

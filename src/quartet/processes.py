@@ -44,7 +44,7 @@ class ProcessTimeout(ProcessDied):
     """The process does not answer in time."""
 
 
-class Wire:
+class MessagePipe:
     """One end of a connection. A message is pickled: its length, eight bytes, and then so many.
 
     Attributes:
@@ -146,7 +146,7 @@ class Process(abc.ABC):
     ) -> None:
         ours, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
-        self.wire = Wire(ours)
+        self.wire = MessagePipe(ours)
         try:
             self._process = subprocess.Popen(
                 # -P: a user's random.py in the current directory must not stand for Python's own.
@@ -244,13 +244,13 @@ class Process(abc.ABC):
         with self._lock:
             self._is_reaped = True
         status = self._process.wait()
-        self.lost = how_it_ended(status) if ended_itself else what
+        self.lost = describe_exit(status) if ended_itself else what
         self.take_end()
         self.wire.close()
         os.close(self._lifeline)
 
 
-def how_it_ended(status: int) -> str:
+def describe_exit(status: int) -> str:
     """Says by what exit status, or signal, a process ended."""
     if status >= 0:
         return f"it ended with exit status {status}"
@@ -268,13 +268,13 @@ def die_with_parent(number: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
-def with_parent() -> None:
+def prepare_child() -> None:
     """Makes a child heed the signals that we ignore, and end with us; called there before its program begins."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent(signal.SIGTERM)
 
 
-def ended(process: subprocess.Popen[bytes]) -> None:
+def terminating(process: subprocess.Popen[bytes]) -> None:
     """Asks a process to end, and sees to it."""
     if process.poll() is None:
         process.terminate()
@@ -285,7 +285,7 @@ def ended(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-class Keeper:
+class ProcessReaper:
     """A process that waits until this one has closed it, or ended in whatever way, and then kills what is left of
     others: Ray's agents wait for a minute before they follow a Ray that was killed.
 
@@ -314,11 +314,11 @@ class Keeper:
 def _outlive(lifeline: int, places: Sequence[str]) -> None:
     os.read(lifeline, 1)
     for pid, began in (place.split(":") for place in places):
-        if beginning(int(pid)) == began:
+        if process_start_time(int(pid)) == began:
             os.kill(int(pid), signal.SIGKILL)
 
 
-def descendants(pid: int) -> dict[int, str]:
+def descendant_processes(pid: int) -> dict[int, str]:
     """Finds all processes below one, and when each began: a number may be given to another process later."""
     parents: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -327,10 +327,10 @@ def descendants(pid: int) -> dict[int, str]:
     found = {pid}
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
-    return {child: beginning(child) for child in found - {pid}}
+    return {child: process_start_time(child) for child in found - {pid}}
 
 
-def beginning(pid: int) -> str:
+def process_start_time(pid: int) -> str:
     """Returns when the process began, in the kernel's ticks; nothing where there is none."""
     fields = _stat(pid)
     return fields[19] if fields is not None else ""
@@ -358,7 +358,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    wire = Wire(socket.socket(fileno=end))
+    wire = MessagePipe(socket.socket(fileno=end))
     path, target, settings = wire.receive()
     wire.send(os.getpid())
     if path is not None:
@@ -392,7 +392,7 @@ def _serve_under_keeper(end: int, lifeline: int) -> set[signal.Signals]:
         status = ended[1] if ended[0] == child else None
     with contextlib.suppress(ChildProcessError):
         while True:
-            for pid in descendants(keeper):
+            for pid in descendant_processes(keeper):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             pid, last = os.waitpid(-1, 0)

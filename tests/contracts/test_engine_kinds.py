@@ -19,7 +19,7 @@ from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import RolloutEngine, SteppedEngine
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.rollout.step_attention import PlainContexts
+from quartet.rollout.step_attention import PlainAttentionBackend
 from quartet.text.tokenizer import TextCodec
 
 contract: Any = importlib.import_module("engine_contract")
@@ -43,7 +43,7 @@ def in_thread(path: Path) -> RolloutEngine:
 
 def plain_operations(path: Path) -> RolloutEngine:
     """Those of devices other than the CPU."""
-    return SteppedEngine(targets.native(version=0, contexts=PlainContexts()))
+    return SteppedEngine(targets.native(version=0, contexts=PlainAttentionBackend()))
 
 
 def in_process(path: Path) -> RolloutEngine:

@@ -22,7 +22,7 @@ from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
 from quartet.config.recipe import EnvironmentConfig
 from quartet.envs.episode import run_episode
 from quartet.envs.protocol import Environment, Item, Observation, StepResult, environment_factory
-from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
+from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, ObservedState, Transcript
 from quartet.text.tokenizer import TextCodec
 
 ROOT = Path(__file__).parents[2]
@@ -176,7 +176,7 @@ def play(case: Case, codec: TextCodec, seed: int) -> tuple[Trajectory, list[tupl
     limits = EpisodeLimits(MAX_TURNS, max_sequence_tokens=400)
     transcript = Transcript(codec)
 
-    async def act(turn: int, seen: Seen) -> str:
+    async def act(turn: int, seen: ObservedState) -> str:
         transcript.see(seen)
         draw = random.Random(f"{seed}/{turn}")
         ids = (*draw.choices(tokens, k=draw.randint(1, 2)), *([codec.eos_id] if draw.random() < 0.7 else []))

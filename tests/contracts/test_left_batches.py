@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.batch import ColumnSet, RaggedBatch, join
+from quartet.batch import ColumnSet, RaggedBatch, join_columns
 from quartet.cluster import (
     RANK_ZERO,
     SPLIT,
@@ -24,7 +24,7 @@ from quartet.cluster import (
 from quartet.config.common import ShardingConfig
 from quartet.observe.health import straggler_metrics
 from quartet.observe.spans import SpanRecorder
-from quartet.schedule.role_group import RemoteGroup, RolesWorker
+from quartet.schedule.role_group import ColocatedWorker, RemoteGroup
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 TINY = {"cpus": 0.01}
@@ -75,7 +75,7 @@ class Model:
         return 0
 
 
-class Process(RolesWorker):
+class Process(ColocatedWorker):
     def __init__(self) -> None:
         self.roles = {"rollout": Rollout(), "model": Model(self.rank)}
 
@@ -149,7 +149,7 @@ def test_what_is_left_is_split_over_ranks_selected_and_joined(
     full = RaggedBatch.concat([batch_of(1).select([7, 3, 2, 11]), batch_of(2)])
     assert torch.equal(columns.token["values"], full.input_ids * 3.0)
     assert columns.sequence["part"].max() < len(full), "each worker had a part"
-    assert join(experience, columns).elsewhere == experience.elsewhere and len(experience.elsewhere) == 2
+    assert join_columns(experience, columns).elsewhere == experience.elsewhere and len(experience.elsewhere) == 2
 
 
 def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(backend: Any, model: RemoteGroup[Model]) -> None:
@@ -189,7 +189,7 @@ def test_the_last_outline_frees_the_ids(backend: Any, rollout: RemoteGroup[Rollo
 
 
 def test_ids_that_were_never_made_fail_what_reads_them(processes: WorkerGroup, model: RemoteGroup[Model]) -> None:
-    failed = processes.call(RolesWorker.leave_role, "rollout", "make", -1, mode=RANK_ZERO, blocking=False)
+    failed = processes.call(ColocatedWorker.leave_role, "rollout", "make", -1, mode=RANK_ZERO, blocking=False)
     outline = batch_of(1).outline([failed.reference()])
     for method in (Model.forward, Model.tokens):
         with pytest.raises(WorkerError, match="there is no step -1") as caught:

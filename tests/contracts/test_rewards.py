@@ -35,7 +35,7 @@ from quartet.config.rewards import (
 from quartet.extras.sandbox.config import CodeReward
 from quartet.rewards.build import build_reward
 from quartet.rewards.functions import PassedFunction
-from quartet.rewards.source import GuardedReward, Outcome
+from quartet.rewards.source import GuardedReward, ScoreOutcome
 
 PROMPTS: list[Any] = ["one?", [{"role": "user", "content": "two?"}], "three?", "four?", "five?", "six?"]
 COMPLETIONS = ["1", "two", "the answer is 3", "", "5 or 6?", "ünï\ncode 6"]
@@ -135,11 +135,11 @@ def source(request: pytest.FixtureRequest, serve: Any) -> Iterator[Case]:
     made.reward.close()
 
 
-def score(source: Case, places: list[int]) -> Outcome:
+def score(source: Case, places: list[int]) -> ScoreOutcome:
     return asyncio.run(score_async(source, places))
 
 
-async def score_async(source: Case, places: list[int]) -> Outcome:
+async def score_async(source: Case, places: list[int]) -> ScoreOutcome:
     columns = {name: [values[n] for n in places] for name, values in COLUMNS.items()}
     return await source.reward.score([PROMPTS[n] for n in places], [COMPLETIONS[n] for n in places], columns)
 
@@ -161,7 +161,7 @@ def test_scores_do_not_depend_on_other_samples_order_or_event_loop(source: Case)
 
 
 def test_chunks_may_be_scored_at_the_same_time(source: Case) -> None:
-    async def several() -> list[Outcome]:
+    async def several() -> list[ScoreOutcome]:
         return await asyncio.gather(*(score_async(source, part) for part in (ALL[:2], ALL[2:], ALL)))
 
     expected = score(source, ALL).scores
@@ -170,7 +170,7 @@ def test_chunks_may_be_scored_at_the_same_time(source: Case) -> None:
 
 
 def test_nothing_is_scored_as_nothing(source: Case) -> None:
-    assert score(source, []) == Outcome([], [])
+    assert score(source, []) == ScoreOutcome([], [])
 
 
 def test_inputs_are_left_as_they_are(source: Case) -> None:

@@ -25,7 +25,7 @@ from quartet.weights.manifest import (
     WeightSyncError,
     WeightSyncTimeout,
 )
-from quartet.weights.sink import NamedSource, Status, TensorSink
+from quartet.weights.sink import NamedSource, SinkStatus, TensorSink
 
 sys.path.append(str(Path(__file__).parents[1]))  # where processes of the tests find it, too
 ends: Any = importlib.import_module("weight_ends")
@@ -139,11 +139,11 @@ def test_weights_arrive_bit_for_bit_again_and_again(open_ends: Open) -> None:
     committed: list[int] = []
     sink = TensorSink(held.items(), on_commit=committed.append)
     transport = open_ends(sink)
-    assert sink.status is Status.EMPTY
+    assert sink.status is SinkStatus.EMPTY
     for version in (1, 2, 3):
         transport.sync(source_of(weights(version)), version)
         assert_equal(held, weights(version))
-        assert (sink.version, sink.status) == (version, Status.READY)
+        assert (sink.version, sink.status) == (version, SinkStatus.READY)
         sink.require(version)
     assert committed == [1, 2, 3]
 
@@ -285,7 +285,7 @@ def test_no_engine_serves_a_version_that_another_one_did_not_get(open_ends: Open
     bad.victim = "a.weight"
     said = transport.failure(source_of(weights(2)), 2)
     assert isinstance(said, WeightMismatch) and said.rank == 1
-    assert good.status is bad.status is Status.UNUSABLE
+    assert good.status is bad.status is SinkStatus.UNUSABLE
 
 
 class Failing(NamedSource):
@@ -312,10 +312,10 @@ def test_a_sync_that_breaks_off_leaves_no_mixture(open_ends: Open) -> None:
     said = transport.failure(Failing(weights(2), error, at=8), 2)
     assert said is error or said.__cause__ is error
     mixed = any(not torch.equal(held[name], tensor) for name, tensor in weights(1).items())
-    if sink.status is Status.READY:
+    if sink.status is SinkStatus.READY:
         assert sink.version == 1 and not mixed
     else:
-        assert sink.status is Status.UNUSABLE
+        assert sink.status is SinkStatus.UNUSABLE
     transport.sync(source_of(weights(2)), 2)
     assert_equal(held, weights(2))
     sink.require(2)
@@ -336,7 +336,7 @@ def test_an_end_that_does_not_answer_is_named(open_ends: Open, kind: str, monkey
     assert isinstance(said, WeightSyncTimeout) and said.rank == len(quick)
     assert ("did not answer" if kind == "shared" else "did nothing for 0.5 s") in said.problem
     for sink in quick:
-        assert sink.status is Status.UNUSABLE
+        assert sink.status is SinkStatus.UNUSABLE
 
 
 @several

@@ -19,7 +19,7 @@ import pytest
 
 from quartet.cluster.torchrun import RAY_ARGUMENTS
 from quartet.cluster.worker import free_port
-from quartet.processes import beginning, descendants
+from quartet.processes import descendant_processes, process_start_time
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 
@@ -47,7 +47,7 @@ class Allocation:
     def look(self) -> dict[int, str]:
         """Processes that were started, with what each is called by the kernel, so far."""
         for agent in self.agents:
-            self._seen |= descendants(agent.pid or 0)
+            self._seen |= descendant_processes(agent.pid or 0)
         return self._seen
 
     def until(self, there: Path, timeout_s: float) -> None:
@@ -69,7 +69,7 @@ class Allocation:
     def left(self) -> list[str]:
         """Commands of processes that live on after the end; a moment is given to those that are just leaving."""
         for _ in range(25):
-            alive = [pid for pid, began in self._seen.items() if began and beginning(pid) == began]
+            alive = [pid for pid, began in self._seen.items() if began and process_start_time(pid) == began]
             if not alive:
                 return []
             time.sleep(0.2)
@@ -114,17 +114,19 @@ def test_any_killed_process_ends_all(allocation: Allocation, tmp_path: Path) -> 
 
 SAVES = """
 import os, pathlib, signal, sys, time
+import ray
+from quartet.cluster import connect
 folder = pathlib.Path(sys.argv[1])
 assert not [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or "TORCHELASTIC" in name]
 
 def save(number, frame):
     signal.signal(number, signal.SIG_IGN)
-    import ray
-    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)  # still there, for the roles' weights
+    # Ray is still there, for the roles' weights.
     (folder / "saved").write_text(f"{signal.Signals(number).name} {len(ray.nodes())} nodes")
     os._exit(128 + number)
 
-signal.signal(signal.SIGTERM, save)
+connected = connect(log_to_driver=False)
+signal.signal(signal.SIGTERM, save)  # in the place of Ray's
 (folder / "runs").touch()
 time.sleep(600)
 """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
-from quartet.batch import ColumnSet, RaggedBatch, join
+from quartet.batch import ColumnSet, RaggedBatch, join_columns
 from quartet.cluster import RANK_ZERO, SPLIT, ResourcePool, Worker, WorkerDied, WorkerGroup, connect, dispatch
 from quartet.config.errors import UserError
 
@@ -84,8 +84,8 @@ def test_workers_of_two_nodes_form_a_group(spread: WorkerGroup) -> None:
 
 def test_a_batch_is_split_over_nodes(spread: WorkerGroup) -> None:
     batch = RaggedBatch.from_groups([[1, 2], [3]], [[[4], [5, 6]], [[7]]], ["a", "b", "c"])
-    columns = spread.update(join(batch, spread.score(batch)))
-    assert torch.equal(join(batch, columns).token["twice"], 2.0 * batch.input_ids)
+    columns = spread.update(join_columns(batch, spread.score(batch)))
+    assert torch.equal(join_columns(batch, columns).token["twice"], 2.0 * batch.input_ids)
 
 
 def test_a_worker_of_the_right_node(spread: WorkerGroup) -> None:
@@ -125,7 +125,7 @@ def test_what_others_hold_is_waited_for_and_named(spread: WorkerGroup) -> None:
         WorkerGroup(ResourcePool([1]), Scorer, start_timeout_s=1.0)
     ray.util.remove_placement_group(other)
     assert "was not granted within 1 s" in caught.value.problem
-    assert "0 CPU free of 2 CPU" in caught.value.found
+    assert "has 2 CPU; free in all: 0.9 CPU" in caught.value.found
 
 
 def test_a_second_back_end_shares_the_connection(spread: WorkerGroup, cluster: object) -> None:

@@ -22,7 +22,7 @@ from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.weights import sync
 from quartet.weights.digest import tensor_digest
 from quartet.weights.manifest import WeightSyncError, WeightSyncTimeout
-from quartet.weights.sink import NamedSource, Status, TensorSink
+from quartet.weights.sink import NamedSource, SinkStatus, TensorSink
 
 sys.path.append(str(Path(__file__).parents[1]))  # where processes of the tests find it, too
 ends: Any = importlib.import_module("weight_ends")
@@ -209,7 +209,7 @@ def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
         with pytest.raises(WeightSyncError, match="the trainer failed") as caught:
             asyncio.run(run())
         assert time.monotonic() - begin < 20 and caught.value.tensor is not None
-        assert sink.status is Status.UNUSABLE
+        assert sink.status is SinkStatus.UNUSABLE
     finally:
         for rank in ranks:
             rank.end()

@@ -22,10 +22,10 @@ from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
-from quartet.schedule.role_group import RemoteGroup, RolesWorker
+from quartet.schedule.role_group import ColocatedWorker, RemoteGroup
 from quartet.schedule.weight_sync import WeightReceiverMixin, WeightSenderMixin, open_weight_sync, sync_weights
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 from quartet.weights.manifest import WeightSyncError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
@@ -57,7 +57,7 @@ class TrainerHost(WeightSenderMixin):
     def logprobs(self, heard: Completion) -> list[float]:
         batch = RaggedBatch.from_groups([PROMPT], [[heard.token_ids]], ["canary"])
         mask = batch.sequence_index() >= 0
-        columns = self.engine.forward(batch.with_token(loss_mask=mask), Needs(logprobs=True))
+        columns = self.engine.forward(batch.with_token(loss_mask=mask), ForwardNeeds(logprobs=True))
         found: list[float] = columns.token["logprobs"][mask].tolist()
         return found
 
@@ -89,7 +89,7 @@ class EngineHost(WeightReceiverMixin):
         sink.write = dies  # type: ignore[method-assign]
 
 
-class HostWorker(RolesWorker):
+class HostWorker(ColocatedWorker):
     def __init__(self, role: str, kind: type) -> None:
         self.roles = {role: kind()}
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.batch import ColumnSet, RaggedBatch, join
+from quartet.batch import ColumnSet, RaggedBatch, join_columns
 from quartet.cluster import (
     RANK_ZERO,
     SPLIT,
     BatchFuture,
     ClassWithArgs,
     ClusterError,
-    Custom,
+    CustomDispatch,
     OneRank,
     ResourcePool,
     Worker,
@@ -63,7 +63,9 @@ class Member(Worker):
         return self.rank, value
 
     @dispatch(
-        Custom(lambda layout, n: [((n,), {}) if r % 2 else None for r in range(layout.world_size)], lambda _, r: r)
+        CustomDispatch(
+            lambda layout, n: [((n,), {}) if r % 2 else None for r in range(layout.world_size)], lambda _, r: r
+        )
     )
     def odd(self, n: int) -> int:
         return n * self.rank
@@ -207,13 +209,13 @@ def test_any_method_by_name(four: WorkerGroup) -> None:
 
 def test_columns_of_a_split_batch_fit_the_batch(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
     for group, factor in zip(scorers, (1.0, 10.0), strict=True):
-        joined = join(BATCH, group.score(BATCH, scale=2.0))
+        joined = join_columns(BATCH, group.score(BATCH, scale=2.0))
         assert torch.equal(joined.token["score"], BATCH.input_ids * 2.0 * factor)
 
 
 def test_fewer_items_than_parts(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
     one = BATCH.select([3])
-    assert torch.equal(join(one, scorers[1].score(one)).token["score"], one.input_ids * 10.0)
+    assert torch.equal(join_columns(one, scorers[1].score(one)).token["score"], one.input_ids * 10.0)
 
 
 # Futures -------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def test_fewer_items_than_parts(scorers: tuple[WorkerGroup, WorkerGroup]) -> Non
 def test_a_future_has_the_blocking_calls_result(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
     future = scorers[0].call("score", BATCH, mode=SPLIT, blocking=False)
     assert isinstance(future, BatchFuture)
-    assert torch.equal(join(BATCH, future.result(timeout_s=60)).token["score"], BATCH.input_ids * 1.0)
+    assert torch.equal(join_columns(BATCH, future.result(timeout_s=60)).token["score"], BATCH.input_ids * 1.0)
 
 
 def test_who_awaits_a_future_does_not_poll(
@@ -239,7 +241,7 @@ def test_who_awaits_a_future_does_not_poll(
     monkeypatch.setattr(backend, "wait", None)
     first, second, columns, everyone, large, again = asyncio.run(several())
     assert first == second == again == ["aa", "bb"] and everyone == [10, 11, 12, 13]
-    assert torch.equal(join(BATCH, columns).token["score"], BATCH.input_ids * 10.0)
+    assert torch.equal(join_columns(BATCH, columns).token["score"], BATCH.input_ids * 10.0)
     assert [own for own, _ in large] == [0, 1, 2, 3] and all(torch.equal(got, value) for _, got in large)
 
 
@@ -253,7 +255,7 @@ def test_an_awaited_call_fails_as_one_that_blocks(four: WorkerGroup) -> None:
 
 
 def test_a_split_calls_tensors_come_back_in_order(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
-    scored = join(BATCH, scorers[1].score(BATCH))
+    scored = join_columns(BATCH, scorers[1].score(BATCH))
     sums = [scored.token["score"][slice(*scored.leaf_span(s))].sum() for s in range(len(BATCH))]
     assert torch.equal(scorers[1].update(scored, 2.0), torch.stack(sums) * 2.0)
 

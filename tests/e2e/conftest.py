@@ -23,7 +23,7 @@ from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import load_causal_lm
 from quartet.models.packed_model import PackedCausalLM
-from quartet.observe.rollouts import list_steps, rollouts_path
+from quartet.observe.rollouts import list_rollout_steps, rollouts_path
 from quartet.observe.trackers import read_metrics
 
 REWARDS = '''
@@ -330,8 +330,8 @@ def check_same_run(one: Path, other: Path) -> None:
     steps = [row["step"] for row in figures(other)]
     assert steps == sorted(set(steps)), steps
     assert results(one) == results(other)
-    assert list_steps(one / "rollouts") == list_steps(other / "rollouts")
-    for step in list_steps(one / "rollouts"):
+    assert list_rollout_steps(one / "rollouts") == list_rollout_steps(other / "rollouts")
+    for step in list_rollout_steps(one / "rollouts"):
         assert (
             rollouts_path(one / "rollouts", step).read_bytes() == rollouts_path(other / "rollouts", step).read_bytes()
         ), step

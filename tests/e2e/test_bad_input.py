@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quartet.observe.rollouts import read_step
+from quartet.observe.rollouts import read_rollout_step
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_reward_that_does_not_apply_is_left_out_and_counted(
     assert outcome.status == 0, outcome.err
     run = world.path / "runs" / "partial"
     assert metrics_of(run)[-1]["reward/not_applicable"] == 8.0
-    records = read_step(run / "rollouts", 1)
+    records = read_rollout_step(run / "rollouts", 1)
     alone = [record for record in records if int(record.group) % 2 == 1]
     assert all(not any(record.columns["loss_mask"]) for record in alone), "one scored member has nobody to compare with"
     for record in records:

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from quartet.observe.rollouts import read_step
+from quartet.observe.rollouts import read_rollout_step
 from quartet.observe.trackers import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def test_the_examples_train_and_are_reported(
     assert done.status == 0, done.err
     metrics = [row for row in read_metrics(run / "metrics.jsonl") if "episode/turns_mean" in row]
     assert len(metrics) == 2
-    records = read_step(run / "rollouts", 2)
+    records = read_rollout_step(run / "rollouts", 2)
     if name == "Note":
         assert all(row["episode/sequences_mean"] == row["episode/turns_mean"] == 2.0 for row in metrics)
         assert {record.part for record in records} == {0, 1}

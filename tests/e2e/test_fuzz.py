@@ -25,7 +25,7 @@ import yaml
 
 from quartet.config.errors import UserError
 from quartet.config.load import dump_recipe, load_recipe
-from quartet.config.plugins import recipes
+from quartet.config.plugins import recipe_classes
 from quartet.config.strict import dotted_fields
 
 HANG_S = 60.0
@@ -161,7 +161,7 @@ def test_recipes(tmp_path: Path, recipes: Any) -> None:
 
 
 def test_overrides() -> None:
-    names = {job: sorted(dict(dotted_fields(model))) for job, model in recipes().items()}
+    names = {job: sorted(dict(dotted_fields(model))) for job, model in recipe_classes().items()}
     for draw in cases("overrides", 200):
         job = draw.choice(sorted(names))
         overrides = [f"{draw.choice(names[job])}={shown(draw.choice(JUNK))}" for _ in range(draw.choice([1, 1, 3]))]

@@ -19,7 +19,7 @@ import pytest
 
 from quartet.cluster.torchrun import RAY_ARGUMENTS
 from quartet.cluster.worker import free_port
-from quartet.processes import ended
+from quartet.processes import terminating
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 ONE_PROCESS = "--num-cpus=1 --object-store-memory=100000000"
@@ -123,7 +123,7 @@ def head_with_dashboard(folder: Path) -> Iterator[str]:
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}"
     finally:
-        ended(head)
+        terminating(head)
 
 
 @pytest.mark.slow

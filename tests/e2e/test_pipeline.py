@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, packed_scalar_model
-from quartet.observe.rollouts import read_step
-from quartet.train.forward import Needs, forward_only
+from quartet.observe.rollouts import read_rollout_step
+from quartet.train.forward import ForwardNeeds, forward_only
 
 JOBS = ("sft", "reward-model", "rl")
 
@@ -67,7 +67,9 @@ def test_a_policy_reloads_with_from_pretrained_and_computes_the_same(pipeline: P
     batch = RaggedBatch.from_sequences(rows, ["a", "b", "c"])
     mask = torch.ones(batch.num_tokens, dtype=torch.bool)
     mask[[offset for offset in batch.segment_offsets[:-1]]] = False
-    logprobs = forward_only(packed, batch.with_token(loss_mask=mask), Needs(logprobs=True), 1000).token["logprobs"]
+    logprobs = forward_only(packed, batch.with_token(loss_mask=mask), ForwardNeeds(logprobs=True), 1000).token[
+        "logprobs"
+    ]
     for s, row in enumerate(rows):
         start = batch.segment_offsets[s]
         expected = logits[s, : len(row) - 1].gather(1, torch.tensor(row[1:]).unsqueeze(1)).squeeze(1)
@@ -86,7 +88,7 @@ def test_a_scalar_model_scores_padded_batches_alike(pipeline: Path, run: str, si
         batch = tokenizer(texts, padding=True, padding_side=side, return_tensors="pt")
         expected = plain(**batch).logits.squeeze(1)
     rows = RaggedBatch.from_sequences([tokenizer(text)["input_ids"] for text in texts])
-    scores = forward_only(packed_scalar_model(load_scalar_model(path)), rows, Needs(scores=True), 1000)
+    scores = forward_only(packed_scalar_model(load_scalar_model(path)), rows, ForwardNeeds(scores=True), 1000)
     torch.testing.assert_close(scores.sequence["scores"], expected, atol=1e-5, rtol=1e-5)
 
 
@@ -103,7 +105,7 @@ def test_evaluation_is_not_counted_as_the_steps_generation(pipeline: Path) -> No
 
 def test_a_prompt_is_prefilled_once_for_all_its_responses(pipeline: Path, metrics_of: Callable[[Path], Any]) -> None:
     for row in metrics_of(pipeline / "rl")[1:]:
-        records = read_step(pipeline / "rl" / "rollouts", int(row["step"]))
+        records = read_rollout_step(pipeline / "rl" / "rollouts", int(row["step"]))
         groups = {record.group: tuple(record.prompt_ids) for record in records}
         assert len(records) == 2 * len(groups)
         # A prompt that occurs twice in a step is read back from the cache, and so is the canary's.
@@ -145,7 +147,7 @@ def test_group_methods_learn_from_a_function_and_load_nothing_else(
     assert not (run / "critic").exists() and (run / "model").is_dir()
     rows = metrics_of(run)
     assert not any(name.startswith(("critic/", "loss/value", "kl/")) for row in rows for name in row)
-    record = read_step(run / "rollouts", 1)[0]
+    record = read_rollout_step(run / "rollouts", 1)[0]
     assert "values" not in record.columns and "ref_logprobs" not in record.columns
     assert any(row.get("policy/grad_norm", 0) > 0 for row in rows)
 

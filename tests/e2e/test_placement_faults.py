@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quartet.cluster import WorkerGroup
-from quartet.schedule.role_group import RolesWorker
+from quartet.schedule.role_group import ColocatedWorker
 from quartet.trainers.workers import WRITER_ROLE
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
@@ -71,13 +71,13 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Death]], Killer]:
 
         def call(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
             future = real(self, method, *args, **options)
-            if method is RolesWorker.run_role:
+            if method is ColocatedWorker.run_role:
                 made.note(self, args[0], args[1])
             return future
 
         def ask(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
             future = asked(self, method, *args, **options)
-            if method is RolesWorker.run_role:
+            if method is ColocatedWorker.run_role:
                 made.note(self, args[0], args[1])
             return future
 

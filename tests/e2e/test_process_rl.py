@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quartet.extras.process_rewards.data import split_steps
-from quartet.observe.rollouts import list_steps, read_step
+from quartet.observe.rollouts import list_rollout_steps, read_rollout_step
 from quartet.observe.trackers import read_metrics
 
 RIGHT = "789"
@@ -99,10 +99,10 @@ def test_a_process_reward_alone_raises_the_score(
     scores = [row["reward/score_mean"] for row in rows if "reward/score_mean" in row]
     assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.3, scores
     rollouts = trained / "runs" / name / "rollouts"
-    steps = list_steps(rollouts)
-    first, last = ([r.response_text for r in read_step(rollouts, step)] for step in (steps[0], steps[-1]))
+    steps = list_rollout_steps(rollouts)
+    first, last = ([r.response_text for r in read_rollout_step(rollouts, step)] for step in (steps[0], steps[-1]))
     assert share_right(last) > share_right(first) + 0.3, "by the rule, not only by its model"
-    record = read_step(rollouts, steps[0])[0]
+    record = read_rollout_step(rollouts, steps[0])[0]
     scored = [t for t, value in enumerate(record.columns["step_score/process_reward"]) if value == value]
     assert len(scored) == len(split_steps(record.response_text, ";")) and scored[-1] <= len(record.response_ids) - 1
 

@@ -17,7 +17,7 @@ from quartet.cluster import WorkerGroup
 from quartet.config import UserError
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
-from quartet.schedule.role_group import RolesWorker
+from quartet.schedule.role_group import ColocatedWorker
 from quartet.trainers.supervised import SupervisedWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
@@ -48,7 +48,7 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def ask(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
         future = asked(self, method, *args, **options)
-        if method is RolesWorker.run_role and args[1:] == (SupervisedWorker.step.__name__, step):
+        if method is ColocatedWorker.run_role and args[1:] == (SupervisedWorker.step.__name__, step):
             os.kill(self.processes[1].pid, signal.SIGKILL)
         return future
 

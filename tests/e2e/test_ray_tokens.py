@@ -13,10 +13,10 @@ import pytest
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import TrajectorySequence
 from quartet.envs.transcript import Transcript
-from quartet.observe.rollouts import read_step
+from quartet.observe.rollouts import read_rollout_step
 from quartet.rollout.protocol import Completion
 from quartet.text.tokenizer import TextCodec
-from quartet.train.checkpoint import Share
+from quartet.train.checkpoint import CheckpointShare
 from quartet.train.state import REST
 from quartet.trainers.rl import RLTrainer
 
@@ -121,7 +121,7 @@ def ahead(checkpoint: Path) -> dict[str, list[int]]:
     """Responses that a checkpoint holds, by sequence."""
     if not (checkpoint / "ahead").is_dir():
         return {}
-    state = Share(checkpoint / "ahead").state()
+    state = CheckpointShare(checkpoint / "ahead").state()
     if state[REST]["batch"] is None:
         return {}
     parts = {name: value for name, value in state[REST]["batch"].items() if name != "objects"}
@@ -146,7 +146,9 @@ def test_groups_ahead_are_saved_and_taken_up_anywhere_and_no_ids_pass_through_th
         assert found.status == 0, found.err
         seen = watched()
         assert bool(seen) == (name == "tokens-here"), seen[:1] or "the watch sees nothing at all"
-        trained = {record.sequence_id: record.response_ids for record in read_step(Path(name) / "rollouts", step + 1)}
+        trained = {
+            record.sequence_id: record.response_ids for record in read_rollout_step(Path(name) / "rollouts", step + 1)
+        }
         common = saved[step].keys() & trained.keys()
         assert len(trained) == 8 and common
         assert all(trained[name] == saved[step][name] for name in common)

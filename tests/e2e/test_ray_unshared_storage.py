@@ -15,7 +15,7 @@ import pytest
 from quartet.cluster import WorkerGroup
 from quartet.cluster.worker import PATHS
 from quartet.observe.files import digest_files
-from quartet.schedule.role_group import RemoteGroup, RolesWorker
+from quartet.schedule.role_group import ColocatedWorker, RemoteGroup
 from quartet.trainers import rl
 from quartet.trainers.run_files import output_path
 from quartet.trainers.supervised import SupervisedWorker
@@ -56,7 +56,7 @@ def killed_at(step: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> N
     asked = WorkerGroup.ask
 
     def ask(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
-        if method is not RolesWorker.run_role or args[1:] != (SupervisedWorker.step.__name__, step):
+        if method is not ColocatedWorker.run_role or args[1:] != (SupervisedWorker.step.__name__, step):
             return asked(self, method, *args, **options)
 
         async def killed() -> Any:

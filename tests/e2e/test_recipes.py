@@ -27,10 +27,10 @@ from transformers import (
 from quartet.config.algorithms import AlgorithmConfig
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.load import load_recipe
-from quartet.config.plugins import recipes
+from quartet.config.plugins import recipe_classes
 from quartet.config.preference import PreferenceLossConfig
 from quartet.config.recipe import LogConfig, SFTRecipe
-from quartet.config.strict import members, tags
+from quartet.config.strict import discriminator_values, union_members
 from quartet.config.yamls import parse_yaml
 from quartet.extras.process_rewards.data import save_step_separator
 from quartet.extras.quickstart import task
@@ -248,12 +248,12 @@ def _named(key: str) -> set[str]:
 
 
 def test_every_job_and_every_family_has_a_recipe() -> None:
-    assert {content["job"] for content in CONTENTS.values()} == recipes().keys()
+    assert {content["job"] for content in CONTENTS.values()} == recipe_classes().keys()
     # Named in the recipe of their parent, which they differ from by defaults.
     variants = {"dr_grpo", "gpg", "reinforce_pp_baseline"}
-    assert _named("algorithm") == set(tags(members(AlgorithmConfig))[1]) - variants
+    assert _named("algorithm") == set(discriminator_values(union_members(AlgorithmConfig))[1]) - variants
     lines = {"robust_dpo", "ipo", "hinge", "orpo"}
-    assert _named("loss") == set(tags(members(PreferenceLossConfig))[1]) - lines - set(RELATIVES)
+    assert _named("loss") == set(discriminator_values(union_members(PreferenceLossConfig))[1]) - lines - set(RELATIVES)
     everything = "\n".join(TEXTS.values())
     assert all(re.search(rf"\b{name}\b", everything) for name in (*variants, *lines))
     for section in ("environment", "ptx", "evaluation"):

@@ -77,7 +77,7 @@ from quartet.extras.process_rewards.config import ProcessModelReward, ProcessRew
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.extras.quickstart import task
 from quartet.extras.quickstart.tokenizer import build_tokenizer
-from quartet.observe.memory import processor
+from quartet.observe.memory import describe_processor
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.rl import RLTrainer
@@ -279,6 +279,6 @@ def curve(name: str) -> Curve:
 
 
 if __name__ == "__main__":
-    recorded = {"processor": processor(), "curves": {name: curve(name) for name in RUNS}}
+    recorded = {"processor": describe_processor(), "curves": {name: curve(name) for name in RUNS}}
     PATH.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"recorded {len(RUNS)} curves in {PATH}")

@@ -16,7 +16,7 @@ import torch
 
 from quartet.extras.quickstart.recipes import Size
 from quartet.extras.quickstart.run import Quickstart
-from quartet.observe.memory import processor
+from quartet.observe.memory import describe_processor
 from quartet.observe.trackers import read_metrics
 
 PATH = Path(__file__).with_name("quickstart_short.json")
@@ -70,5 +70,5 @@ def run_short(directory: Path, *, resume: bool = False) -> dict[str, list[dict[s
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         found = run_short(Path(scratch) / "run")
-    PATH.write_text(json.dumps({"processor": processor(), "curves": found}, indent=1) + "\n", encoding="utf-8")
+    PATH.write_text(json.dumps({"processor": describe_processor(), "curves": found}, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(f"{PATH}\n")

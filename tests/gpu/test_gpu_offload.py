@@ -30,13 +30,13 @@ def batch(device: torch.device) -> RaggedBatch:
 
 @pytest.fixture(params=["pinned", "files"])
 def store(request: pytest.FixtureRequest, device: torch.device, tmp_path: Path) -> Any:
-    from quartet.train.offload import MappedFiles, PinnedMemory
+    from quartet.train.offload import MappedFileStore, PinnedMemoryStore
 
     if request.param == "files":
-        return MappedFiles(tmp_path)
+        return MappedFileStore(tmp_path)
     if device.type != "cuda":
         pytest.skip("pinned memory needs a CUDA device")
-    return PinnedMemory()
+    return PinnedMemoryStore()
 
 
 def engine_of(tiny: Any, *, lora: bool = False, family: str = "qwen2") -> Any:
@@ -124,10 +124,10 @@ def test_the_device_has_the_room_again(cuda: torch.device, store: Any, tiny: Any
 
 
 def test_pinned_memory_is_pinned_once(cuda: torch.device, tiny: Any) -> None:
-    from quartet.train.offload import Offload, PinnedMemory
+    from quartet.train.offload import Offload, PinnedMemoryStore
 
     packed = PackedCausalLM(tiny.model("llama"))
-    offload = Offload(packed, PinnedMemory())
+    offload = Offload(packed, PinnedMemoryStore())
     offload.offload()
     places = {parameter.data_ptr() for parameter in packed.model.parameters()}
     assert all(parameter.is_pinned() for parameter in packed.model.parameters())

@@ -143,7 +143,7 @@ def test_sampler_and_trainer_agree(
 ) -> None:
     """Log-probabilities of the engine against the trainer's forward pass over what it generated."""
     from quartet.batch.ragged import RaggedBatch
-    from quartet.train.forward import Needs, forward_only
+    from quartet.train.forward import ForwardNeeds, forward_only
 
     shared = packed(tiny.model(family), precision)
     asked = requests(tiny)
@@ -153,7 +153,7 @@ def test_sampler_and_trainer_agree(
     batch = RaggedBatch.from_groups(prompts, responses, [r.request_id for r in asked])
     action = batch.sequence_index() >= 0
     batch = batch.with_token(loss_mask=action).to(tiny.device)
-    trainer = forward_only(shared, batch, Needs(logprobs=True), 4096).token["logprobs"].cpu()[action]
+    trainer = forward_only(shared, batch, ForwardNeeds(logprobs=True), 4096).token["logprobs"].cpu()[action]
     engine = torch.tensor([logprob for r in asked for logprob in found[r.request_id].logprobs])
     difference = (trainer - engine).abs()
     record_property("mean", float(difference.mean()))

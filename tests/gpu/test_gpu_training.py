@@ -96,11 +96,11 @@ def test_other_ways_to_the_same_update(
 def test_bf16_log_probabilities_are_near_those_of_fp32(
     family: str, tiny: object, tolerances: dict[torch.dtype, tuple[float, float]], record_property: Callable[..., None]
 ) -> None:
-    from quartet.train.forward import Needs, forward_only
+    from quartet.train.forward import ForwardNeeds, forward_only
 
     batch = groups().to(tiny.device)
     fp32, bf16 = (
-        forward_only(PackedCausalLM(tiny.model(family), p), batch, Needs(logprobs=True), 600).token["logprobs"]
+        forward_only(PackedCausalLM(tiny.model(family), p), batch, ForwardNeeds(logprobs=True), 600).token["logprobs"]
         for p in ("fp32", "bf16")
     )
     difference = (fp32 - bf16).abs()[batch.token["loss_mask"]]

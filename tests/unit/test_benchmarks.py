@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.packed_model import PackedCausalLM
-from quartet.train.forward import Needs, compute
+from quartet.train.forward import ForwardNeeds, forward_packed
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -220,5 +220,5 @@ def _kept_bytes(num_layers: int, shape: Any, tokens: int, precision: Any) -> int
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        compute(packed, batch, Needs(logprobs=True), 64)
+        forward_packed(packed, batch, ForwardNeeds(logprobs=True), 64)
     return sum(storage.nbytes() for storage in kept.values())

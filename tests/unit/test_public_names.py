@@ -9,19 +9,19 @@ import pytest
 from pydantic import BaseModel
 
 import quartet as q
-from quartet.config.plugins import recipes
-from quartet.config.strict import item_annotation, members
+from quartet.config.plugins import recipe_classes
+from quartet.config.strict import item_annotation, union_members
 
 
 def _reachable() -> set[type[BaseModel]]:
     found: set[type[BaseModel]] = set()
-    waiting: list[type[BaseModel]] = list(recipes().values())
+    waiting: list[type[BaseModel]] = list(recipe_classes().values())
     while waiting:
         model = waiting.pop()
         if model not in found:
             found.add(model)
             for field in model.model_fields.values():
-                waiting += members(field.annotation) + members(item_annotation(field.annotation))
+                waiting += union_members(field.annotation) + union_members(item_annotation(field.annotation))
     return found
 
 

@@ -18,13 +18,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from quartet.config.plugins import added
+from quartet.config.plugins import plugin_entries
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.sink import write_into
+from quartet.weights.sink import write_weights
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 VOCAB = 512
@@ -94,7 +94,7 @@ class Sides:
     def send(self) -> None:
         self.version += 1
         self.router.pause()
-        write_into(self.router.weight_sink(), self.sent.items(), self.version)
+        write_weights(self.router.weight_sink(), self.sent.items(), self.version)
         self.router.resume()
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ def collect(engine: RolloutEngine, requests: Sequence[Request], timeout_s: float
 
 def spec(path: Path, name: str = "vllm-0", **kwargs: Any) -> EngineSpec:
     return EngineSpec(
-        "quartet.rollout.vllm.start:make",
+        "quartet.rollout.vllm.start:make_vllm_engine",
         {"path": str(path), "dtype": "float32", "enforce_eager": True, "cache_bytes": 1 << 26, **kwargs},
         python=str(PYTHON),
         environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
@@ -158,14 +158,14 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Si
     ) -> Sides:
         if "speculation" in kwargs:
             section = kwargs.pop("speculation")
-            kwargs["drafter"] = added("drafters")[section["type"]].vllm, section
+            kwargs["drafter"] = plugin_entries("drafters")[section["type"]].vllm, section
         path = path or saved_model(tmp_path_factory.mktemp("model"), tied=tied)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
         drafting = None if heads is None else heads(model)
         if drafting is not None:
             drafting.save(folder := tmp_path_factory.mktemp("heads"))
             section = {"type": "medusa", "path": str(folder), "depth": None, "train": {}}
-            kwargs["drafter"] = added("drafters")["medusa"].vllm, section
+            kwargs["drafter"] = plugin_entries("drafters")["medusa"].vllm, section
             sent = {**dict(model.named_parameters()), **dict(drafting.weights())}
         staging = StagedWeights((sent or dict(model.named_parameters(remove_duplicate=False))).items())
         made = [spec(path, f"vllm-{i}", version=None, max_num_seqs=8, **kwargs) for i in range(number)]

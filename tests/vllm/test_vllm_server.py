@@ -150,7 +150,6 @@ def test_our_server_over_vllm_streams_what_it_answers(
         body = {"model": "policy", "prompt": list(PROMPT), "max_tokens": 200, "seed": 1, "ignore_eos": True}
         body |= {"logprobs": 0, "return_token_ids": True}
         (whole,) = http.post("/v1/completions", json=body).json()["choices"]
-        assert whole["weight_versions"] == [{"version": "0", "start": 0, "end": 200}]
         with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
         assert lines.pop() == "[DONE]"

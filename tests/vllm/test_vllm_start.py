@@ -17,7 +17,7 @@ from quartet.config import UserError
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import EngineFailed
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.sink import write_into
+from quartet.weights.sink import write_weights
 
 TOLERANCE = 1e-4
 
@@ -142,7 +142,7 @@ def test_weights_of_another_model_end_the_engine_before_anything_is_touched(
     staging = StagedWeights(list(model.named_parameters()))
     engine = EngineProcess(engine_spec(path, version=None), staging)
     engine.wait_ready() if engine.is_ready() else None
-    write_into(staging.weight_sink(), model.named_parameters(), 1)
+    write_weights(staging.weight_sink(), model.named_parameters(), 1)
     with pytest.raises((EngineFailed, UserError), match=r"unknown name 'lm_head\.weight'"):
         while not engine.is_ready():
             engine.completed(0.2)

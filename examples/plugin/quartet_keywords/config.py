@@ -2,10 +2,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from quartet.config.rewards import Fallible
+from quartet.config.rewards import FallibleReward
 
 
-class KeywordsReward(Fallible):
+class KeywordsReward(FallibleReward):
     """The share of the given words that a completion has."""
 
     type: Literal["keywords"] = "keywords"

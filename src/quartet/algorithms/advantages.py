@@ -3,12 +3,12 @@
 Shape suffixes: T stored tokens, A action tokens, N trajectories. ``owner_T`` is ``[T]`` int64: the trajectory of each
 action token (one the policy emitted), -1 for other tokens (``segments.masked_owner``). Tokens stand in time order.
 
-Per token: ``gae`` (PPO), ``discounted_returns`` (REINFORCE++ after whitening), ``less_baseline`` (ReMax),
-``teacher_advantages`` (distillation). Per trajectory, then spread by ``segments.gather_owner``: ``group_relative``
-(GRPO and its variants), ``best_of_k`` (pass@k), ``leave_one_out`` (RLOO), ``length_weighted`` (OPO), and on top
-``rescaled_by_variance`` (GPG) or ``whitened_unless_equal`` (REINFORCE++-baseline). Per token, with a baseline per
-position in the group: ``optimal_token_baseline``. Per source, before rewards are added up: ``normalised_in_groups``
-(GDPO).
+Per token: ``gae`` (PPO), ``discounted_returns`` (REINFORCE++ after whitening), ``subtract_baseline`` (ReMax),
+``teacher_advantages`` (distillation). Per trajectory, then spread by ``segments.gather_owner``:
+``group_relative_advantages`` (GRPO and its variants), ``pass_at_k_advantages`` (pass@k), ``leave_one_out_advantages``
+(RLOO), ``length_weighted_advantages`` (OPO), and on top ``rescale_by_informative_groups`` (GPG) or
+``whiten_unless_equal`` (REINFORCE++-baseline). Per token, with a baseline per position in the group:
+``optimal_token_baseline``. Per source, before rewards are added up: ``normalise_in_groups`` (GDPO).
 
 From a score per trajectory to rewards of tokens and completions.
 
@@ -25,17 +25,17 @@ from torch import Tensor
 from quartet.algorithms.segments import (
     STD_EPSILON,
     gather_owner,
-    keep,
-    last_token,
+    last_token_positions,
     masked_whiten,
+    owned_positions,
     reduction_dtype,
     segment_count,
     segment_is_constant,
     segment_mean,
     segment_std,
     segment_sum,
-    time_order,
-    wide,
+    to_reduction_dtype,
+    zero_unmasked,
 )
 
 
@@ -103,13 +103,13 @@ def discounted_returns(token_rewards_T: Tensor, owner_T: Tensor, gamma: float) -
 
 
 @torch.no_grad()
-def less_baseline(returns_T: Tensor, baseline_N: Tensor, owner_T: Tensor) -> Tensor:
+def subtract_baseline(returns_T: Tensor, baseline_N: Tensor, owner_T: Tensor) -> Tensor:
     """Returns ``[T]`` returns less one baseline per trajectory; 0 where no action.
 
     ReMax (Li et al., 2024), where the baseline is the score of the greedy response to the same prompt.
     """
     acts_T = owner_T >= 0
-    return torch.where(acts_T, keep(returns_T, acts_T) - gather_owner(baseline_N, owner_T), 0)
+    return torch.where(acts_T, zero_unmasked(returns_T, acts_T) - gather_owner(baseline_N, owner_T), 0)
 
 
 @torch.no_grad()
@@ -120,11 +120,11 @@ def teacher_advantages(teacher_logprobs_T: Tensor, policy_logprobs_T: Tensor, ac
     On-policy distillation with the reverse KL (Agarwal et al., 2024): under the plain policy gradient its expectation
     is the gradient of -KL(policy ‖ teacher) at each token.
     """
-    return keep(teacher_logprobs_T, action_mask_T) - keep(policy_logprobs_T, action_mask_T)
+    return zero_unmasked(teacher_logprobs_T, action_mask_T) - zero_unmasked(policy_logprobs_T, action_mask_T)
 
 
 @torch.no_grad()
-def group_relative(
+def group_relative_advantages(
     scores_N: Tensor, group_N: Tensor, normalise_std: bool | Literal["batch"], *, raw_scores_N: Tensor | None = None
 ) -> Tensor:
     """Returns ``[N]`` score less the group's mean, over the group's standard deviation if asked for.
@@ -146,13 +146,13 @@ def group_relative(
     relative_N, member_N, num_groups = _centred(scores_N, group_N)
     if normalise_std:
         label_N, num_labels = (member_N, num_groups) if normalise_std is True else (torch.zeros_like(member_N), 1)
-        std_N = gather_owner(segment_std(wide(scores_N), label_N, num_labels), label_N)
+        std_N = gather_owner(segment_std(to_reduction_dtype(scores_N), label_N, num_labels), label_N)
         relative_N = relative_N / (std_N + STD_EPSILON)
     return _zero_equal_groups(relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups)
 
 
 @torch.no_grad()
-def normalised_in_groups(scores_N: Tensor, group_N: Tensor) -> Tensor:
+def normalise_in_groups(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """Returns ``[N]`` one source's scores less their mean in the group, over their standard deviation (unbiased, plus
     1e-6).
 
@@ -161,7 +161,7 @@ def normalised_in_groups(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """
     labels_N = torch.unique(group_N, return_inverse=True)[1]
     member_N, num_groups = torch.where(scores_N.isnan(), -1, labels_N), int(labels_N.max()) + 1
-    kept_N = keep(scores_N, member_N >= 0)
+    kept_N = zero_unmasked(scores_N, member_N >= 0)
     relative_N = kept_N - gather_owner(segment_mean(kept_N, member_N, num_groups), member_N)
     relative_N = relative_N / (gather_owner(segment_std(kept_N, member_N, num_groups), member_N) + STD_EPSILON)
     is_equal_N = gather_owner(segment_is_constant(kept_N, member_N, num_groups), member_N)
@@ -169,7 +169,7 @@ def normalised_in_groups(scores_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def best_of_k(
+def pass_at_k_advantages(
     scores_N: Tensor, group_N: Tensor, k: int, normalise_std: bool, *, raw_scores_N: Tensor | None = None
 ) -> Tensor:
     """Returns ``[N]`` pass@k advantages (Chen et al., 2025, arXiv 2508.10751, eq. 14 and 15): how much better than the
@@ -182,7 +182,7 @@ def best_of_k(
     Args:
         k: at least 1; in a group of k or fewer one less than its responses.
 
-    Other arguments and errors as for ``group_relative``; a group of equal scores gives exactly 0.
+    Other arguments and errors as for ``group_relative_advantages``; a group of equal scores gives exactly 0.
     """
     centred_N, member_N, num_groups = _centred(scores_N, group_N)
     size_G = segment_count(member_N, num_groups)
@@ -222,7 +222,7 @@ def _log_factorial(n: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rescaled_by_variance(advantages_N: Tensor, group_N: Tensor, scores_N: Tensor) -> Tensor:
+def rescale_by_informative_groups(advantages_N: Tensor, group_N: Tensor, scores_N: Tensor) -> Tensor:
     """Returns ``[N]`` advantages times ``N / trajectories in groups whose scores differ`` (GPG's alpha; Chu et al.,
     2025).
 
@@ -240,11 +240,11 @@ def rescaled_by_variance(advantages_N: Tensor, group_N: Tensor, scores_N: Tensor
 
 
 @torch.no_grad()
-def leave_one_out(scores_N: Tensor, group_N: Tensor, *, raw_scores_N: Tensor | None = None) -> Tensor:
+def leave_one_out_advantages(scores_N: Tensor, group_N: Tensor, *, raw_scores_N: Tensor | None = None) -> Tensor:
     """Returns ``[N]`` score less the mean of the *other* members' scores (RLOO; Kool et al., 2019; Ahmadian et al.,
     2024).
 
-    Arguments and errors as for ``group_relative``; a group of equal scores gives exactly 0.
+    Arguments and errors as for ``group_relative_advantages``; a group of equal scores gives exactly 0.
     """
     centred_N, member_N, num_groups = _centred(scores_N, group_N)
     size_N = segment_count(member_N, num_groups)[member_N].to(centred_N.dtype)
@@ -254,7 +254,7 @@ def leave_one_out(scores_N: Tensor, group_N: Tensor, *, raw_scores_N: Tensor | N
 
 
 @torch.no_grad()
-def length_weighted(
+def length_weighted_advantages(
     scores_N: Tensor, lengths_N: Tensor, group_N: Tensor, *, raw_scores_N: Tensor | None = None
 ) -> Tensor:
     """Returns ``[N]`` score less the group's mean weighted by length, ``sum(length * score) / sum(length)`` (OPO; Hao
@@ -263,7 +263,7 @@ def length_weighted(
     Args:
         lengths_N: ``[N]`` action tokens of each trajectory, at least 1.
 
-    Other arguments and errors as for ``group_relative``; a group of equal scores gives exactly 0.
+    Other arguments and errors as for ``group_relative_advantages``; a group of equal scores gives exactly 0.
     """
     # Around the plain mean, so that scores of any size keep their digits.
     centred_N, member_N, num_groups = _centred(scores_N, group_N)
@@ -274,7 +274,7 @@ def length_weighted(
 
 
 @torch.no_grad()
-def whitened_unless_equal(advantages_N: Tensor, is_equal_N: Tensor, owner_T: Tensor, *, scale: bool = True) -> Tensor:
+def whiten_unless_equal(advantages_N: Tensor, is_equal_N: Tensor, owner_T: Tensor, *, scale: bool = True) -> Tensor:
     """Returns ``[T]`` advantages on their action tokens, whitened over all of them (REINFORCE++-baseline; Hu et al.,
     2025).
 
@@ -304,8 +304,8 @@ def optimal_token_baseline(returns_T: Tensor, energy_T: Tensor, group_N: Tensor,
         energy_T: ``[T]`` squared norm of the logits' gradient, ``score_energy``.
         group_N: ``[N]`` int64, any label per group.
     """
-    returns_T, energy_T = keep(returns_T, owner_T >= 0), keep(energy_T, owner_T >= 0)
-    order_A = time_order(owner_T)
+    returns_T, energy_T = zero_unmasked(returns_T, owner_T >= 0), zero_unmasked(energy_T, owner_T >= 0)
+    order_A = owned_positions(owner_T)
     owner_A = owner_T[order_A]
     count_N = segment_count(owner_T, len(group_N))
     place_A = torch.arange(len(order_A), device=order_A.device) - (count_N.cumsum(0) - count_N)[owner_A]
@@ -331,7 +331,7 @@ def score_energy(logprobs_T: Tensor, sharp_logprobs_T: Tensor, mask_T: Tensor) -
     Args:
         logprobs_T, sharp_logprobs_T: ``[T]`` of the tokens, at the temperature of sampling and at half of it.
     """
-    logprobs_T, sharp_T = keep(logprobs_T, mask_T), keep(sharp_logprobs_T, mask_T)
+    logprobs_T, sharp_T = zero_unmasked(logprobs_T, mask_T), zero_unmasked(sharp_logprobs_T, mask_T)
     energy_T = 1 - 2 * logprobs_T.exp() + (2 * logprobs_T - sharp_T).clamp(max=0).exp()
     return torch.where(mask_T, energy_T.clamp(min=0), 0)
 
@@ -340,7 +340,7 @@ def _action_order(owner_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns ``[A]`` positions of the action tokens, trajectory after trajectory in time order, and ``[A]`` 1 where
     the next of them belongs to the same trajectory, 0 where it does not.
     """
-    order_A = time_order(owner_T)
+    order_A = owned_positions(owner_T)
     owner_A = owner_T[order_A]
     continues_A = torch.zeros(owner_A.shape[0], dtype=dtype, device=owner_A.device)
     continues_A[:-1] = (owner_A[1:] == owner_A[:-1]).to(dtype)
@@ -366,7 +366,7 @@ def _group_index(group_N: Tensor) -> tuple[Tensor, int]:
 def _centred(scores_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, int]:
     """Returns ``[N]`` score less the mean of its group, the group's index ``[N]``, and the number of groups."""
     member_N, num_groups = _group_index(group_N)
-    scores = wide(scores_N)
+    scores = to_reduction_dtype(scores_N)
     return scores - gather_owner(segment_mean(scores, member_N, num_groups), member_N), member_N, num_groups
 
 
@@ -430,7 +430,7 @@ def penalise_missing_eos(scores_N: Tensor, ended_N: Tensor, penalty: float) -> T
         ended_N: ``[N]`` bool, True where the policy emitted its end of text.
         penalty: how much a missing end costs, at least 0.
     """
-    return wide(scores_N) - penalty * (~ended_N).to(reduction_dtype(scores_N))
+    return to_reduction_dtype(scores_N) - penalty * (~ended_N).to(reduction_dtype(scores_N))
 
 
 def overlong_penalty(lengths_N: Tensor, limit: int, buffer: int, penalty: float) -> Tensor:
@@ -460,11 +460,11 @@ def token_rewards(scores_N: Tensor, kl_T: Tensor | None, kl_coef: float, owner_T
     Returns:
         ``[T]`` in the reduction's dtype of the scores, 0 where no action.
     """
-    position_N = last_token(owner_T, scores_N.shape[0])
-    scores = wide(scores_N)
+    position_N = last_token_positions(owner_T, scores_N.shape[0])
+    scores = to_reduction_dtype(scores_N)
     rewards_T = torch.zeros(owner_T.shape[0], dtype=scores.dtype, device=scores.device)
     if kl_T is not None:
-        rewards_T = -kl_coef * keep(kl_T, owner_T >= 0).to(scores.dtype)
+        rewards_T = -kl_coef * zero_unmasked(kl_T, owner_T >= 0).to(scores.dtype)
     has_action_N = position_N >= 0
     return rewards_T.index_add(0, position_N[has_action_N], scores[has_action_N])
 
@@ -475,5 +475,5 @@ def completion_rewards(scores_N: Tensor, kl_T: Tensor, kl_coef: float, owner_T: 
     The reward of RLOO as published (Ahmadian et al., 2024), where a whole completion is one action. Arguments
     as for ``token_rewards``; a trajectory without action tokens keeps its score.
     """
-    kl_N = segment_sum(keep(kl_T, owner_T >= 0), owner_T, scores_N.shape[0])
-    return wide(scores_N) - kl_coef * kl_N
+    kl_N = segment_sum(zero_unmasked(kl_T, owner_T >= 0), owner_T, scores_N.shape[0])
+    return to_reduction_dtype(scores_N) - kl_coef * kl_N

@@ -65,14 +65,14 @@ from torch.nn.functional import logsigmoid
 
 from quartet.algorithms.segments import (
     gather_owner,
-    keep,
     masked_mean,
     masked_owner,
     reduction_dtype,
     segment_count,
     segment_mean,
     segment_sum,
-    wide,
+    to_reduction_dtype,
+    zero_unmasked,
 )
 
 KLKind = Literal["k1", "k2", "k3"]
@@ -81,7 +81,7 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ± this before ``exp``, so that no ratio overflows."""
 
 
-def bounded_exp(log_ratio: Tensor) -> Tensor:
+def clamped_exp(log_ratio: Tensor) -> Tensor:
     """Returns ``exp`` of a log-ratio clamped to ±20; no gradient beyond."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -201,7 +201,7 @@ class LossTokens:
         return self.owner_T >= 0
 
 
-def aggregate(values_T: Tensor, tokens: LossTokens) -> Tensor:
+def aggregate_loss(values_T: Tensor, tokens: LossTokens) -> Tensor:
     """Returns a micro-batch's share of the mini-batch's loss; the shares of all micro-batches add up to it.
 
     Args:
@@ -211,7 +211,7 @@ def aggregate(values_T: Tensor, tokens: LossTokens) -> Tensor:
     Returns:
         Scalar fp32 (fp64 for fp64 input), 0 where there are no loss tokens.
     """
-    kept_T, denominators = keep(values_T, tokens.mask_T), tokens.denominators
+    kept_T, denominators = zero_unmasked(values_T, tokens.mask_T), tokens.denominators
     num_sequences = denominators.num_sequences.clamp(min=1)
     match tokens.aggregation:
         case "token_mean":
@@ -251,7 +251,7 @@ def kl_loss(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, tokens: LossToken
     The gradient of k1 has expectation 0; k2's is that of the true KL on-policy; k3's is an approximation of
     it.
     """
-    return aggregate(kl_estimate(policy_logprobs_T, ref_logprobs_T.detach(), kind, mask_T=tokens.mask_T), tokens)
+    return aggregate_loss(kl_estimate(policy_logprobs_T, ref_logprobs_T.detach(), kind, mask_T=tokens.mask_T), tokens)
 
 
 def value_loss(
@@ -267,19 +267,19 @@ def value_loss(
         clip_eps: above 0, in the unit of the values.
     """
     mask_T = tokens.mask_T
-    value_T, return_T = keep(values_T, mask_T), keep(returns_T, mask_T).detach()
+    value_T, return_T = zero_unmasked(values_T, mask_T), zero_unmasked(returns_T, mask_T).detach()
     loss_T = unclipped_T = (value_T - return_T).square()
     if clip_eps is not None:
-        old_T = keep(old_values_T, mask_T).detach()
+        old_T = zero_unmasked(old_values_T, mask_T).detach()
         clipped_T = (value_T.clamp(old_T - clip_eps, old_T + clip_eps) - return_T).square()
         loss_T = torch.maximum(unclipped_T, clipped_T)
-    loss = 0.5 * aggregate(loss_T, tokens)
+    loss = 0.5 * aggregate_loss(loss_T, tokens)
     return ValueLossOutput(loss, mask_T.sum(), (mask_T & (loss_T > unclipped_T)).sum())
 
 
 def sft_loss(policy_logprobs_T: Tensor, tokens: LossTokens) -> Tensor:
     """Returns the negative log-likelihood of the demonstrations' loss tokens, in nats."""
-    return aggregate(-policy_logprobs_T, tokens)
+    return aggregate_loss(-policy_logprobs_T, tokens)
 
 
 def pairwise_reward_loss(
@@ -299,7 +299,7 @@ def pairwise_reward_loss(
         margin_P: ``[P]`` how far apart a pair should be, or None for 0.
         centring: coefficient of the centring term, at least 0.
     """
-    chosen, rejected = wide(chosen_P), wide(rejected_P)
+    chosen, rejected = to_reduction_dtype(chosen_P), to_reduction_dtype(rejected_P)
     difference = chosen - rejected
     target = difference if margin_P is None else difference - margin_P.detach().to(difference.dtype)
     loss_P = -logsigmoid(target) + centring * (chosen + rejected).square()
@@ -331,25 +331,25 @@ class PolicyTokens:
     @cached_property
     def policy_T(self) -> Tensor:
         """``[T]`` ``logprobs``, 0 where masked."""
-        return keep(self.logprobs_T, self.mask_T)
+        return zero_unmasked(self.logprobs_T, self.mask_T)
 
     @cached_property
     def log_ratio_T(self) -> Tensor:
         """``[T]`` ``policy - old`` with gradient, 0 where masked."""
-        return self.policy_T - keep(self.old_logprobs_T, self.mask_T).detach()
+        return self.policy_T - zero_unmasked(self.old_logprobs_T, self.mask_T).detach()
 
     @cached_property
     def advantages_T(self) -> Tensor:
         """``[T]`` the advantages, 0 where masked."""
-        return keep(self.advantages, self.mask_T).detach()
+        return zero_unmasked(self.advantages, self.mask_T).detach()
 
     def output(self, loss_T: Tensor, ratio_T: Tensor, num_clipped: Tensor | None = None) -> PolicyLossOutput:
         """Makes the output of losses per token; ``num_clipped`` is 0 where left out."""
         mask_T = self.mask_T
         if self.weights_T is not None:
-            loss_T = loss_T * keep(self.weights_T, mask_T).detach()
+            loss_T = loss_T * zero_unmasked(self.weights_T, mask_T).detach()
         num_clipped = torch.zeros_like(mask_T.sum()) if num_clipped is None else num_clipped
-        return _output(aggregate(loss_T, self.tokens), self.log_ratio_T, ratio_T, mask_T, num_clipped)
+        return _output(aggregate_loss(loss_T, self.tokens), self.log_ratio_T, ratio_T, mask_T, num_clipped)
 
 
 @dataclass(frozen=True)
@@ -392,7 +392,7 @@ def policy_loss(
         clip_eps_high: at least 0.
         dual_clip: above 1, or None for none.
     """
-    ratio_T = bounded_exp(given.log_ratio_T)
+    ratio_T = clamped_exp(given.log_ratio_T)
     loss_T, num_clipped = _clipped(ratio_T, given.advantages_T, given.mask_T, clip_eps_low, clip_eps_high)
     is_held_T = torch.zeros_like(given.mask_T)
     if dual_clip is not None:
@@ -415,7 +415,7 @@ def sequence_policy_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_h
     count_N = _whole_trajectories(tokens)
     present_N = count_N > 0
     log_ratio_N = segment_sum(given.log_ratio_T, tokens.owner_T, count_N.shape[0])
-    ratio_N, advantages_N = bounded_exp(log_ratio_N), keep(given.advantages, present_N).detach()
+    ratio_N, advantages_N = clamped_exp(log_ratio_N), zero_unmasked(given.advantages, present_N).detach()
     loss_N, num_clipped = _clipped(ratio_N, advantages_N, present_N, clip_eps_low, clip_eps_high)
     loss = loss_N.sum() / tokens.denominators.num_sequences.clamp(min=1)
     return _output(loss, log_ratio_N, ratio_N, present_N, num_clipped)
@@ -431,7 +431,7 @@ def gspo_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float)
     Raises:
         ValueError: a trajectory lies in this micro-batch only in part, so its ratio cannot be computed.
     """
-    ratio_T = bounded_exp(_mean_of_trajectory(given.log_ratio_T, given.tokens))
+    ratio_T = clamped_exp(_mean_of_trajectory(given.log_ratio_T, given.tokens))
     loss_T, num_clipped = _clipped(ratio_T, given.advantages_T, given.mask_T, clip_eps_low, clip_eps_high)
     return given.output(loss_T, ratio_T, num_clipped)
 
@@ -442,7 +442,7 @@ def cispo_loss(given: PolicyTokens, *, clip_eps_low: float | None, clip_eps_high
     Per token ``-A * stop(clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high)) * policy``: no token loses its gradient.
     Arguments as for ``policy_loss``; without ``clip_eps_low`` there is no lower bound.
     """
-    ratio_T = bounded_exp(given.log_ratio_T.detach())
+    ratio_T = clamped_exp(given.log_ratio_T.detach())
     limited_T = ratio_T.clamp(0.0 if clip_eps_low is None else 1.0 - clip_eps_low, 1.0 + clip_eps_high)
     loss_T = -given.advantages_T * limited_T * given.policy_T
     return given.output(loss_T, ratio_T, (given.mask_T & (limited_T != ratio_T)).sum())
@@ -454,7 +454,7 @@ def sapo_loss(given: PolicyTokens, *, tau_pos: float, tau_neg: float) -> PolicyL
     Per token ``-A * 4/τ * sigmoid(τ (ratio - 1))``, τ being ``tau_pos`` where A is above 0 and ``tau_neg`` elsewhere:
     the gradient is that of ``-A * ratio`` at ratio 1, and fades on both sides of it.
     """
-    ratio_T = bounded_exp(given.log_ratio_T)
+    ratio_T = clamped_exp(given.log_ratio_T)
     tau_T = torch.full_like(ratio_T, tau_neg).masked_fill(given.advantages_T > 0, tau_pos)
     return given.output(-given.advantages_T * 4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)), ratio_T)
 
@@ -474,7 +474,7 @@ def gmpo_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float)
     lowest_T = torch.full_like(log_ratio_T, -torch.inf).masked_fill(advantages_T < 0, -clip_eps_low)
     highest_T = torch.full_like(log_ratio_T, torch.inf).masked_fill(advantages_T > 0, clip_eps_high)
     held_T = torch.minimum(torch.maximum(log_ratio_T, lowest_T), highest_T)
-    ratio_T = bounded_exp(_mean_of_trajectory(held_T, given.tokens))
+    ratio_T = clamped_exp(_mean_of_trajectory(held_T, given.tokens))
     return given.output(-advantages_T * ratio_T, ratio_T, (given.mask_T & (held_T != log_ratio_T)).sum())
 
 
@@ -484,9 +484,9 @@ def kl_cov_loss(given: PolicyTokens, *, held_T: Tensor, ppo_kl_coef: float) -> P
 
     Per token ``-A * ratio``, and ``ppo_kl_coef * |policy - old|`` more where ``held_T``: the absolute log-ratio of the
     authors' code, in the place of the paper's KL. ``held_T`` ``[T]`` bool are the tokens of highest covariance
-    (``token_selection.top_share``).
+    (``token_selection.top_fraction_mask``).
     """
-    ratio_T = bounded_exp(given.log_ratio_T)
+    ratio_T = clamped_exp(given.log_ratio_T)
     return given.output(-given.advantages_T * ratio_T + ppo_kl_coef * given.log_ratio_T.abs() * held_T, ratio_T)
 
 
@@ -494,7 +494,7 @@ def reinforce_loss(given: PolicyTokens) -> PolicyLossOutput:
     """Computes the plain policy gradient (Williams, 1992): per token ``-A * policy``; the old log-probabilities only
     measure the drift.
     """
-    return given.output(-given.advantages_T * given.policy_T, bounded_exp(given.log_ratio_T.detach()))
+    return given.output(-given.advantages_T * given.policy_T, clamped_exp(given.log_ratio_T.detach()))
 
 
 # Parts ---------------------------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ def _output(loss: Tensor, log_ratio: Tensor, ratio: Tensor, mask: Tensor, num_cl
         num_units=mask.sum(),
         num_clipped=num_clipped,
         num_dual_clipped=torch.zeros_like(num_clipped),
-        ratio_sum=keep(ratio, mask).sum(),
+        ratio_sum=zero_unmasked(ratio, mask).sum(),
         # KL(old ‖ policy)
         approx_kl_sum=kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3", mask_T=mask).sum(),
     )
@@ -566,7 +566,7 @@ class SampledTokens:
     def log_ratio_T(self) -> Tensor:
         """``[T]`` ``old - rollout``, 0 where it does not count."""
         is_owned_T = self.owner_T >= 0
-        return keep(self.old_logprobs_T, is_owned_T) - keep(self.rollout_logprobs_T, is_owned_T)
+        return zero_unmasked(self.old_logprobs_T, is_owned_T) - zero_unmasked(self.rollout_logprobs_T, is_owned_T)
 
 
 @dataclass(frozen=True)
@@ -592,7 +592,7 @@ def importance_weights(
     owner_T, log_weight_T = given.owner_T, given.log_ratio_T
     if level == "sequence":
         log_weight_T = gather_owner(segment_sum(log_weight_T, owner_T, given.num_trajectories), owner_T)
-    weight_T = bounded_exp(log_weight_T)
+    weight_T = clamped_exp(log_weight_T)
     is_capped_T = weight_T > cap
     if floor is not None:
         is_capped_T = is_capped_T | (weight_T < floor)
@@ -613,12 +613,12 @@ def mean_weight(weights_T: Tensor, given: SampledTokens, *, level: Level) -> Ten
         mean = masked_mean(weights_T, owner_T >= 0)
     else:
         has_any_N = segment_count(owner_T, num_trajectories) > 0
-        mean = masked_mean(segment_mean(keep(weights_T, owner_T >= 0), owner_T, num_trajectories), has_any_N)
+        mean = masked_mean(segment_mean(zero_unmasked(weights_T, owner_T >= 0), owner_T, num_trajectories), has_any_N)
     return torch.where(mean > 0, mean, 1)
 
 
 @torch.no_grad()
-def is_accepted(
+def within_ratio_limits(
     given: SampledTokens, *, statistic: Literal["geometric", "sequence"], lower: float, upper: float
 ) -> Tensor:
     """Returns ``[N]`` bool: trajectories whose ratio ``old / rollout`` lies within both limits; True for those without

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from quartet.algorithms.segments import segment_is_constant, wide
+from quartet.algorithms.segments import segment_is_constant, to_reduction_dtype
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PreferenceLossOutput:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class AnswerPairs:
     """The pairs of a micro-batch, each answer by its number.
 
     Attributes:
@@ -55,7 +55,7 @@ class Pairs:
 
     def rewards(self, beta: float) -> tuple[Tensor, Tensor]:
         """Returns ``[P]`` the implicit rewards of both sides, ``beta`` times their numbers."""
-        return beta * wide(self.chosen_P), beta * wide(self.rejected_P)
+        return beta * to_reduction_dtype(self.chosen_P), beta * to_reduction_dtype(self.rejected_P)
 
     def output(self, loss_P: Tensor, chosen: Tensor, rejected: Tensor) -> PreferenceLossOutput:
         """Returns the share of the mean of ``loss_P``, and the implicit rewards."""
@@ -74,7 +74,7 @@ class JudgedLossOutput:
 
 
 def dpo_loss(
-    pairs: Pairs, *, beta: float, label_smoothing: float = 0.0, margin_P: Tensor | None = None
+    pairs: AnswerPairs, *, beta: float, label_smoothing: float = 0.0, margin_P: Tensor | None = None
 ) -> PreferenceLossOutput:
     """Computes direct preference optimisation (Rafailov et al., 2023, eq. 7).
 
@@ -95,7 +95,7 @@ def dpo_loss(
     return pairs.output(loss_P, chosen, rejected)
 
 
-def robust_dpo_loss(pairs: Pairs, *, beta: float, label_smoothing: float) -> PreferenceLossOutput:
+def robust_dpo_loss(pairs: AnswerPairs, *, beta: float, label_smoothing: float) -> PreferenceLossOutput:
     """Computes DPO whose expectation is that of clean labels where a share ε of them is flipped (Chowdhury et al.,
     2024).
 
@@ -108,18 +108,18 @@ def robust_dpo_loss(pairs: Pairs, *, beta: float, label_smoothing: float) -> Pre
     return pairs.output(loss_P / (1 - 2 * label_smoothing), chosen, rejected)
 
 
-def ipo_loss(pairs: Pairs, *, beta: float) -> PreferenceLossOutput:
+def ipo_loss(pairs: AnswerPairs, *, beta: float) -> PreferenceLossOutput:
     """Computes identity preference optimisation (Azar et al., 2023, eq. 17): ``(chosen - rejected - 1 / (2β))²``.
 
     The paper's τ is ``beta``. Arguments as for ``dpo_loss``; the log-ratios may be per token (divided by the answer's
     length), which makes the target independent of it.
     """
     chosen, rejected = pairs.rewards(beta)
-    gap = wide(pairs.chosen_P) - wide(pairs.rejected_P) - 1 / (2 * beta)
+    gap = to_reduction_dtype(pairs.chosen_P) - to_reduction_dtype(pairs.rejected_P) - 1 / (2 * beta)
     return pairs.output(gap.square(), chosen, rejected)
 
 
-def hinge_loss(pairs: Pairs, *, beta: float) -> PreferenceLossOutput:
+def hinge_loss(pairs: AnswerPairs, *, beta: float) -> PreferenceLossOutput:
     """Computes ``max(0, 1 - β (chosen - rejected))``: SLiC's rank loss on log-ratios (Zhao et al., 2023; Liu et al.,
     2024).
 
@@ -129,7 +129,7 @@ def hinge_loss(pairs: Pairs, *, beta: float) -> PreferenceLossOutput:
     return pairs.output(relu(1 - (chosen - rejected)), chosen, rejected)
 
 
-def exo_pair_loss(pairs: Pairs, *, beta: float, label_smoothing: float) -> PreferenceLossOutput:
+def exo_pair_loss(pairs: AnswerPairs, *, beta: float, label_smoothing: float) -> PreferenceLossOutput:
     """Computes EXO on pairs (Ji et al., 2024, arXiv 2402.00856, eq. 16): the reverse KL from labels smoothed by ε to
     σ(x).
 
@@ -144,7 +144,7 @@ def exo_pair_loss(pairs: Pairs, *, beta: float, label_smoothing: float) -> Prefe
 
 
 def pointwise_pair_loss(
-    kind: Literal["nca_pair", "sppo_hard", "apo_zero", "apo_down"], pairs: Pairs, *, beta: float
+    kind: Literal["nca_pair", "sppo_hard", "apo_zero", "apo_down"], pairs: AnswerPairs, *, beta: float
 ) -> PreferenceLossOutput:
     """Computes losses of pairs in which each implicit reward, r_w and r_l, also counts by itself.
 
@@ -170,7 +170,7 @@ def pointwise_pair_loss(
     return pairs.output(loss_P, chosen, rejected)
 
 
-def discopop_loss(pairs: Pairs, *, beta: float, discopop_tau: float) -> PreferenceLossOutput:
+def discopop_loss(pairs: AnswerPairs, *, beta: float, discopop_tau: float) -> PreferenceLossOutput:
     """Computes DiscoPOP's log-ratio modulated loss (Lu et al., 2024, arXiv 2406.08414, section 4).
 
     Per pair ``-(1 - m) log σ(x) + m exp(-x)`` with ``x = β (chosen - rejected)`` and ``m = σ(x / τ)``; arguments as for
@@ -185,7 +185,7 @@ def discopop_loss(pairs: Pairs, *, beta: float, discopop_tau: float) -> Preferen
 # With a reference, and the whole step --------------------------------------------------------------------
 
 
-def bco_pair_loss(pairs: Pairs, *, beta: float, anchors: tuple[Tensor, Tensor]) -> PreferenceLossOutput:
+def bco_pair_loss(pairs: AnswerPairs, *, beta: float, anchors: tuple[Tensor, Tensor]) -> PreferenceLossOutput:
     """Computes BCO on pairs (Jung et al., 2024, arXiv 2404.04656, eq. 13): ``-log σ(r_w - δ) - log σ(δ - r_l)``.
 
     δ is the mean implicit reward of all answers of the step, a constant. The paper keeps a moving average of it, TRL
@@ -196,12 +196,12 @@ def bco_pair_loss(pairs: Pairs, *, beta: float, anchors: tuple[Tensor, Tensor]) 
         anchors: ``[P]`` each, ``step_anchors`` of both sides.
     """
     chosen, rejected = pairs.rewards(beta)
-    above, below = (beta * wide(anchor_P.detach()) for anchor_P in anchors)
+    above, below = (beta * to_reduction_dtype(anchor_P.detach()) for anchor_P in anchors)
     return pairs.output(-logsigmoid(chosen - above) - logsigmoid(below - rejected), chosen, rejected)
 
 
 def aot_unpaired_loss(
-    pairs: Pairs, *, beta: float, label_smoothing: float, anchors: tuple[Tensor, Tensor]
+    pairs: AnswerPairs, *, beta: float, label_smoothing: float, anchors: tuple[Tensor, Tensor]
 ) -> PreferenceLossOutput:
     """Computes AOT without pairs (Melnyk et al., 2024, arXiv 2406.05882, section 3): DPO between the j-th smallest
     log-ratio of chosen answers and the j-th smallest of rejected ones. Arguments as for ``bco_pair_loss``.
@@ -209,7 +209,7 @@ def aot_unpaired_loss(
     The two answers need not lie in one micro-batch: each meets the other's value as a constant, in a term of its own.
     Their sum has the gradient of the whole, and half of it is its value.
     """
-    higher, lower = (wide(anchor_P.detach()) for anchor_P in anchors)
+    higher, lower = (to_reduction_dtype(anchor_P.detach()) for anchor_P in anchors)
     loss_of = partial(dpo_loss, beta=beta, label_smoothing=label_smoothing)
     own = loss_of(replace(pairs, rejected_P=higher)), loss_of(replace(pairs, chosen_P=lower))
     both = own[0].loss + own[1].loss
@@ -230,12 +230,14 @@ def step_anchors(kind: Literal["bco_pair", "aot", "aot_unpaired"], policy_P2: Te
     Args:
         policy_P2, reference_P2: ``[P, 2]`` log-probabilities of chosen and rejected answers, of the whole step.
     """
-    ratios = wide(policy_P2) - wide(reference_P2)
+    ratios = to_reduction_dtype(policy_P2) - to_reduction_dtype(reference_P2)
     match kind:
         case "bco_pair":
             return ratios.mean().expand_as(ratios)
         case "aot":
-            margins, of_reference = (wide(x[:, 0]) - wide(x[:, 1]) for x in (policy_P2, reference_P2))
+            margins, of_reference = (
+                to_reduction_dtype(x[:, 0]) - to_reduction_dtype(x[:, 1]) for x in (policy_P2, reference_P2)
+            )
             return (_of_same_rank(margins, of_reference) - of_reference)[:, None].expand_as(ratios)
         case "aot_unpaired":
             chosen, rejected = ratios.unbind(1)
@@ -255,7 +257,7 @@ def kto_reference_point(mismatched_S: Tensor) -> Tensor:
     Args:
         mismatched_S: ``[S]`` log-ratios of answers to *other* prompts, of the whole mini-batch.
     """
-    return wide(mismatched_S.detach()).mean().clamp(min=0.0)
+    return to_reduction_dtype(mismatched_S.detach()).mean().clamp(min=0.0)
 
 
 def kto_loss(
@@ -280,8 +282,8 @@ def kto_loss(
         beta: above 0.
         desirable_weight, undesirable_weight: w_d, w_u, at least 0.
     """
-    rewards = beta * wide(log_ratio_S)
-    above = rewards - beta * wide(reference_point.detach())
+    rewards = beta * to_reduction_dtype(log_ratio_S)
+    above = rewards - beta * to_reduction_dtype(reference_point.detach())
     loss_S = torch.where(
         desirable_S, desirable_weight * torch.sigmoid(-above), undesirable_weight * torch.sigmoid(above)
     )
@@ -291,7 +293,7 @@ def kto_loss(
 # Without a reference -------------------------------------------------------------------------------------
 
 
-def simpo_loss(pairs: Pairs, *, beta: float, gamma: float) -> PreferenceLossOutput:
+def simpo_loss(pairs: AnswerPairs, *, beta: float, gamma: float) -> PreferenceLossOutput:
     """Computes SimPO (Meng et al., 2024, eq. 6): ``-logsigmoid(β (chosen - rejected) - γ)``.
 
     Args:
@@ -303,7 +305,7 @@ def simpo_loss(pairs: Pairs, *, beta: float, gamma: float) -> PreferenceLossOutp
     return pairs.output(-logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
-def odds_ratio_loss(pairs: Pairs) -> PreferenceLossOutput:
+def odds_ratio_loss(pairs: AnswerPairs) -> PreferenceLossOutput:
     """Computes ORPO's second term (Hong et al., 2024, eq. 7): ``-logsigmoid(log odds(chosen) - log odds(rejected))``.
 
     ``odds = p / (1 - p)`` of the answer's mean probability per token ``p = exp(mean log-probability)``. The first term,
@@ -314,17 +316,17 @@ def odds_ratio_loss(pairs: Pairs) -> PreferenceLossOutput:
     return pairs.output(-logsigmoid(chosen - rejected), chosen, rejected)
 
 
-def answer_nll(pairs: Pairs) -> Tensor:
+def answer_nll(pairs: AnswerPairs) -> Tensor:
     """Returns the negative log-likelihood per token of the chosen answers, each answer counting alike:
     ``mean(-chosen)``. Arguments as for ``simpo_loss``.
     """
-    return -wide(pairs.chosen_P).sum() / max(pairs.num_pairs, 1)
+    return -to_reduction_dtype(pairs.chosen_P).sum() / max(pairs.num_pairs, 1)
 
 
 # Choosing among responses ---------------------------------------------------------------------------------
 
 
-def best_of_groups(scores_N: Tensor, group_N: Tensor, keep: int) -> Tensor:
+def best_of_groups_mask(scores_N: Tensor, group_N: Tensor, keep: int) -> Tensor:
     """Returns ``[N]`` bool: the ``keep`` highest scores of each group; of equal ones the first.
 
     Groups of equal scores have none: there is nothing to tell their members apart.
@@ -369,7 +371,7 @@ def _log_odds(mean_logprob: Tensor) -> Tensor:
 
     p stays one rounding step below 1, where the odds and their gradient would be infinite.
     """
-    log_p = wide(mean_logprob)
+    log_p = to_reduction_dtype(mean_logprob)
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
     near_one = torch.log(-torch.expm1(log_p))
     small = torch.log1p(-torch.exp(log_p))

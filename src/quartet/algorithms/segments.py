@@ -21,14 +21,14 @@ def reduction_dtype(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
-def wide(values: Tensor) -> Tensor:
+def to_reduction_dtype(values: Tensor) -> Tensor:
     """Returns ``values`` in the reduction's dtype."""
     return values.to(reduction_dtype(values))
 
 
-def keep(values_T: Tensor, mask_T: Tensor) -> Tensor:
+def zero_unmasked(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """Returns ``[T]`` in the reduction's dtype: ``values`` where ``mask``, 0 elsewhere, whatever stood there."""
-    return wide(torch.where(mask_T, values_T, 0))
+    return to_reduction_dtype(torch.where(mask_T, values_T, 0))
 
 
 def masked_owner(owner_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ def gather_owner(values_N: Tensor, owner_T: Tensor) -> Tensor:
     return padded[owner_T + 1]
 
 
-def last_token(owner_T: Tensor, num_owners: int) -> Tensor:
+def last_token_positions(owner_T: Tensor, num_owners: int) -> Tensor:
     """Returns ``[N]`` int64 position of each owner's last token, -1 for owners without any."""
     position_T = torch.arange(owner_T.shape[0], device=owner_T.device)
     slots = torch.full((num_owners + 1,), -1, dtype=torch.int64, device=owner_T.device)
     return slots.scatter_reduce(0, owner_T + 1, position_T, "amax")[1:]
 
 
-def time_order(owner_T: Tensor) -> Tensor:
+def owned_positions(owner_T: Tensor) -> Tensor:
     """Returns ``[A]`` positions of the owned tokens, owner after owner, each owner's in their order in ``[T]``."""
     position_A = (owner_T >= 0).nonzero().squeeze(1)
     owner_A = owner_T[position_A]
@@ -95,7 +95,7 @@ def time_order(owner_T: Tensor) -> Tensor:
 
 def masked_mean(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """Returns the scalar mean over masked tokens, 0 where there are none."""
-    return keep(values_T, mask_T).sum() / mask_T.sum().clamp(min=1)
+    return zero_unmasked(values_T, mask_T).sum() / mask_T.sum().clamp(min=1)
 
 
 def masked_whiten(values_T: Tensor, mask_T: Tensor, *, scale: bool = True) -> Tensor:
@@ -104,7 +104,7 @@ def masked_whiten(values_T: Tensor, mask_T: Tensor, *, scale: bool = True) -> Te
 
     The standard deviation is unbiased. Equal values give exactly 0; fewer than two tokens are left unchanged.
     """
-    kept_T = keep(values_T, mask_T)
+    kept_T = zero_unmasked(values_T, mask_T)
     count = mask_T.sum()
     mean = kept_T.sum() / count.clamp(min=1)
     deviation_T = torch.where(mask_T, kept_T - mean, 0)
@@ -117,7 +117,7 @@ def masked_whiten(values_T: Tensor, mask_T: Tensor, *, scale: bool = True) -> Te
 # Which tokens of a step are treated otherwise: chosen once, over all tokens, before its first update -----
 
 
-def top_share(values_T: Tensor, mask_T: Tensor, share: float) -> Tensor:
+def top_fraction_mask(values_T: Tensor, mask_T: Tensor, share: float) -> Tensor:
     """Returns ``[T]`` bool: the masked tokens with the highest values, ``share`` of them (rounded down, at least one);
     all that equal the last of these, too, so that the order of tokens does not matter.
 
@@ -134,7 +134,9 @@ def top_share(values_T: Tensor, mask_T: Tensor, share: float) -> Tensor:
     return mask_T & (values_T >= least)
 
 
-def drawn_between(values_T: Tensor, mask_T: Tensor, lower: float, upper: float, share: float, keys_T: Tensor) -> Tensor:
+def sample_between_mask(
+    values_T: Tensor, mask_T: Tensor, lower: float, upper: float, share: float, keys_T: Tensor
+) -> Tensor:
     """Returns ``[T]`` bool: masked tokens with a value between the two limits, those with the smallest keys, ``share``
     of *all* masked tokens (rounded down, at least one) or as many as there are (Clip-Cov; Cui et al., 2025, eq. 11).
 
@@ -148,12 +150,14 @@ def drawn_between(values_T: Tensor, mask_T: Tensor, lower: float, upper: float, 
     return chosen_T
 
 
-def covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
+def covariance_terms(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     """Returns ``[T]`` each token's part of the covariance of log-probability and advantage over all masked tokens, 0
     elsewhere: the product of their deviations from the mean (Cui et al., 2025, arXiv 2505.22617, eq. 10). Entropy falls
     by it.
     """
-    deviations = [keep(values_T, mask_T) - masked_mean(values_T, mask_T) for values_T in (logprobs_T, advantages_T)]
+    deviations = [
+        zero_unmasked(values_T, mask_T) - masked_mean(values_T, mask_T) for values_T in (logprobs_T, advantages_T)
+    ]
     return torch.where(mask_T, deviations[0] * deviations[1], 0)
 
 

@@ -2,7 +2,8 @@
 
 ``plan_micro_batches`` keeps all of these together: no part computes more tokens than the budget; every rank has equally
 many parts; each sequence is in one part, with those it must stay with; a group stays with its prompt where that is
-cheaper; parts are as equal in cost as they come (``balanced_under``: multiway number partitioning), and as few.
+cheaper; parts are as equal in cost as they come (``balanced_partition_under_cap``: multiway number partitioning), and
+as few.
 
 **Cost.** Its unit is a token attending to one token. A token costs ``token_cost`` (everything but attention) and one
 for each token that it attends to: its ancestors, those before it in its segment, and itself. A segment of n tokens
@@ -31,7 +32,7 @@ _MOST_PAIRS = 20_000
 """Pairs of items that an improvement looks at; most end after a few hundred."""
 
 
-def longest_first(costs: Sequence[int], num_parts: int) -> Parts:
+def greedy_partition(costs: Sequence[int], num_parts: int) -> Parts:
     """Deals items to exactly so many parts, the dearest first, each to the cheapest part so far."""
     parts: Parts = [[] for _ in range(num_parts)]
     # The count breaks ties, so that items of cost 0 fill empty parts; the index makes the rest deterministic.
@@ -48,7 +49,7 @@ def _largest_first(numbers: Sequence[int]) -> list[int]:
     return sorted(range(len(numbers)), key=numbers.__getitem__, reverse=True)
 
 
-def largest_differencing(costs: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> Parts:
+def karmarkar_karp(costs: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> Parts:
     """Deals items to exactly so many parts by the method of Karmarkar and Karp (1982), for any number of parts.
 
     Every item begins as a division of its own, with one part that is not empty. The two divisions whose dearest and
@@ -95,7 +96,7 @@ def _spread(division: _Division, num_parts: int) -> int:
     return division[-1][0] - (division[0][0] if len(division) == num_parts else 0)
 
 
-def best_fit(sizes: Sequence[int], cap: int) -> Parts:
+def best_fit_decreasing(sizes: Sequence[int], cap: int) -> Parts:
     """Deals items to few parts of at most ``cap``: the largest first, each to the part that has least room left for it.
 
     At most 11/9 of the fewest parts possible, and two thirds of one (Johnson 1974); no size is above ``cap``.
@@ -114,14 +115,14 @@ def best_fit(sizes: Sequence[int], cap: int) -> Parts:
     return parts
 
 
-def balanced(costs: Sequence[int], num_parts: int) -> Parts:
-    """Deals items to exactly so many parts, the dearest as cheap as was found; as ``balanced_under`` without a cap."""
-    parts = balanced_under(costs, num_parts, costs, sum(costs))
+def balanced_partition(costs: Sequence[int], num_parts: int) -> Parts:
+    """Deals items to exactly so many parts, the dearest as cheap as was found."""
+    parts = balanced_partition_under_cap(costs, num_parts, costs, sum(costs))
     assert parts is not None
     return parts
 
 
-def balanced_under(costs: Sequence[int], num_parts: int, sizes: Sequence[int], cap: int) -> Parts | None:
+def balanced_partition_under_cap(costs: Sequence[int], num_parts: int, sizes: Sequence[int], cap: int) -> Parts | None:
     """Deals items to exactly so many parts, the dearest as cheap as was found; None where no way keeps to ``cap``.
 
     Of the ways that keep to the cap none is cheaper: longest first by costs and by sizes, differencing by costs (with
@@ -135,10 +136,10 @@ def balanced_under(costs: Sequence[int], num_parts: int, sizes: Sequence[int], c
     least = 0
     bound = max(-(-sum(costs) // num_parts), max(costs, default=0))
     ways = [
-        lambda: largest_differencing(costs, num_parts),
-        lambda: longest_first(costs, num_parts),
-        lambda: largest_differencing(costs, num_parts, equal_counts=True),
-        lambda: longest_first(sizes, num_parts),
+        lambda: karmarkar_karp(costs, num_parts),
+        lambda: greedy_partition(costs, num_parts),
+        lambda: karmarkar_karp(costs, num_parts, equal_counts=True),
+        lambda: greedy_partition(sizes, num_parts),
     ]
     for way in ways if sizes is not costs else ways[:3]:
         parts = way()
@@ -156,10 +157,10 @@ def balanced_under(costs: Sequence[int], num_parts: int, sizes: Sequence[int], c
 
 def _within(sizes: Sequence[int], num_parts: int, cap: int) -> Parts | None:
     """Deals items to exactly so many parts of at most ``cap``, where that is found."""
-    parts = largest_differencing(sizes, num_parts)
+    parts = karmarkar_karp(sizes, num_parts)
     if max(_totals(sizes, parts)) <= cap:
         return parts
-    parts = best_fit(sizes, cap)
+    parts = best_fit_decreasing(sizes, cap)
     if len(parts) > num_parts:
         return None
     while len(parts) < num_parts:
@@ -271,7 +272,7 @@ def plan_micro_batches(
     return plan
 
 
-class Block(NamedTuple):
+class AtomBlock(NamedTuple):
     """Atoms that are computed in one pass, with the tokens and the cost of that pass."""
 
     atoms: list[int]
@@ -281,12 +282,12 @@ class Block(NamedTuple):
 
 _Run = tuple[int, int, int]
 """Neighbours of a group: the cost and tokens of their pass, the place of the first."""
-_Step = tuple[Block, int, int, list[tuple[int, int, int]]]
+_Step = tuple[AtomBlock, int, int, list[tuple[int, int, int]]]
 """An atom alone; tokens and cost of its segments that the atom before it has not; and each of these that some atom
 before that one has: the last that has it, tokens, cost."""
 
 
-def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
+def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[AtomBlock]:
     """Makes a multiple of ``num_ranks`` parts under ``budget``, few and as equal in cost as they come.
 
     Ranks wait for the dearest of the parts side by side, so groups are cut where that evens out more than copies of
@@ -300,8 +301,8 @@ def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
     limits = [whole.cost]
     if num_ranks > 1 and tree.share:
         limits += [int(_EVEN * max(fair // fineness, largest)) for fineness in _FINENESSES]
-    best: list[Block] = []
-    blocks: list[Block] = []
+    best: list[AtomBlock] = []
+    blocks: list[AtomBlock] = []
     for limit in limits:
         former, blocks = blocks, tree.blocks(budget, limit)
         if blocks == former:
@@ -316,7 +317,7 @@ def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
     return best
 
 
-def _waited(parts: Sequence[Block], num_ranks: int) -> int:
+def _waited(parts: Sequence[AtomBlock], num_ranks: int) -> int:
     """Returns what all ranks take, if the parts side by side are alike and all wait for the dearest."""
     return sum(sorted((part.cost for part in parts), reverse=True)[::num_ranks])
 
@@ -326,20 +327,20 @@ def _multiple(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
-def _few_parts(blocks: Sequence[Block], budget: int, num_ranks: int) -> list[list[int]]:
+def _few_parts(blocks: Sequence[AtomBlock], budget: int, num_ranks: int) -> list[list[int]]:
     """Deals blocks, which stay whole, to few parts under ``budget``, in a multiple of ``num_ranks``."""
     costs, tokens = [block.cost for block in blocks], [block.tokens for block in blocks]
     # Two blocks of more than half the budget never share a part.
     num_parts = _multiple(max(-(-sum(tokens) // budget), sum(2 * n > budget for n in tokens)), num_ranks)
-    parts = balanced_under(costs, num_parts, tokens, budget)
+    parts = balanced_partition_under_cap(costs, num_parts, tokens, budget)
     if parts is None:
-        most = _multiple(len(best_fit(tokens, budget)), num_ranks)
+        most = _multiple(len(best_fit_decreasing(tokens, budget)), num_ranks)
         while num_parts < most:
             # About 3 % more: few attempts are needed this way. Most inputs need what best fit needs.
             num_parts = min(_multiple(num_parts + max(num_parts // 32, 1), num_ranks), most)
-            if max(sum(map(tokens.__getitem__, part)) for part in longest_first(tokens, num_parts)) <= budget:
+            if max(sum(map(tokens.__getitem__, part)) for part in greedy_partition(tokens, num_parts)) <= budget:
                 break
-        parts = balanced_under(costs, num_parts, tokens, budget)
+        parts = balanced_partition_under_cap(costs, num_parts, tokens, budget)
         assert parts is not None
     return parts
 
@@ -369,10 +370,10 @@ class AtomTree:
             sums.append(cost + self._costs[k])
         self._needed: list[tuple[int, ...]] = []
         self._known_steps: dict[int, list[_Step]] = {}
-        self.alone: list[Block] = []
+        self.alone: list[AtomBlock] = []
         for a, atom in enumerate(atoms):
             leaves = [batch.leaves[s] for s in atom]
-            alone = Block([a], sum([depths[k] for k in leaves]), sum([sums[k] for k in leaves]))
+            alone = AtomBlock([a], sum([depths[k] for k in leaves]), sum([sums[k] for k in leaves]))
             if len(leaves) == 1:
                 needed = chains[leaves[0]]
             else:
@@ -381,17 +382,19 @@ class AtomTree:
             self._needed.append(needed)
             self.alone.append(alone)
 
-    def block(self, atoms: Sequence[int]) -> Block:
+    def block(self, atoms: Sequence[int]) -> AtomBlock:
         """Makes one pass over these atoms."""
         if not self.share:
             alone = [self.alone[a] for a in atoms]
-            return Block(list(atoms), sum(block.tokens for block in alone), sum(block.cost for block in alone))
+            return AtomBlock(list(atoms), sum(block.tokens for block in alone), sum(block.cost for block in alone))
         return self._pass(list(atoms), {k for a in atoms for k in self._needed[a]})
 
-    def _pass(self, atoms: list[int], segments: Iterable[int]) -> Block:
-        return Block(atoms, sum(map(self._tokens.__getitem__, segments)), sum(map(self._costs.__getitem__, segments)))
+    def _pass(self, atoms: list[int], segments: Iterable[int]) -> AtomBlock:
+        return AtomBlock(
+            atoms, sum(map(self._tokens.__getitem__, segments)), sum(map(self._costs.__getitem__, segments))
+        )
 
-    def blocks(self, budget: int, limit: int) -> list[Block]:
+    def blocks(self, budget: int, limit: int) -> list[AtomBlock]:
         """Returns whole groups, or the runs of at most ``budget`` tokens and ``limit`` cost into which they are cut.
 
         A group is cut in the order of its tree into the fewest runs, as equal as they come; each run computes a copy of
@@ -402,7 +405,7 @@ class AtomTree:
         return [run for group in self._whole_groups for run in self._equal_runs(group, budget, limit)]
 
     @cached_property
-    def _whole_groups(self) -> list[Block]:
+    def _whole_groups(self) -> list[AtomBlock]:
         """In the order of the tree, so that neighbours have most in common."""
         in_order = [sorted(group, key=self._needed.__getitem__) for group in self.groups()]
         return [self.block(group) if len(group) > 1 else self.alone[group[0]] for group in in_order]
@@ -442,7 +445,7 @@ class AtomTree:
             groups.setdefault(find(of_atom[0]), []).append(a)
         return list(groups.values())
 
-    def _equal_runs(self, whole: Block, budget: int, limit: int) -> list[Block]:
+    def _equal_runs(self, whole: AtomBlock, budget: int, limit: int) -> list[AtomBlock]:
         """Returns the fewest runs, and of these about the ones whose dearest costs least."""
         if whole.tokens <= budget and whole.cost <= limit:
             return [whole]
@@ -459,7 +462,7 @@ class AtomTree:
             else:
                 low = middle + 1
         ends = [*(first for _, _, first in runs[1:]), len(whole.atoms)]
-        return [Block(whole.atoms[first:end], t, c) for (c, t, first), end in zip(runs, ends, strict=True)]
+        return [AtomBlock(whole.atoms[first:end], t, c) for (c, t, first), end in zip(runs, ends, strict=True)]
 
 
 def _filled(steps: list[_Step], budget: int, limit: int) -> list[_Run]:

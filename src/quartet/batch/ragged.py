@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 
-def sent(values: Tensor, device: torch.device | str) -> Tensor:
+def to_device_async(values: Tensor, device: torch.device | str) -> Tensor:
     """Sends ``values`` to ``device``; to a GPU in the order of its work, which the host does not wait for."""
     return values.to(device, non_blocking=torch.device(device).type != "cpu")
 
@@ -166,7 +166,7 @@ class RaggedBatch:
             [[owner.get(k, -1) for k in range(len(self.parents))], self.segment_lengths], dtype=torch.int64
         )
         # Spread out on the host: a GPU would be waited for to know the size.
-        return sent(per_segment.repeat_interleave(lengths), self.device)
+        return to_device_async(per_segment.repeat_interleave(lengths), self.device)
 
     def token_ids(self, s: int) -> list[int]:
         """Returns all token ids of sequence ``s``, ancestors included.
@@ -235,9 +235,9 @@ class RaggedBatch:
     def to(self, device: torch.device | str) -> RaggedBatch:
         return replace(
             self,
-            input_ids=sent(self.input_ids, device),
-            token={k: sent(v, device) for k, v in self.token.items()},
-            sequence={k: sent(v, device) for k, v in self.sequence.items()},
+            input_ids=to_device_async(self.input_ids, device),
+            token={k: to_device_async(v, device) for k, v in self.token.items()},
+            sequence={k: to_device_async(v, device) for k, v in self.sequence.items()},
         )
 
     def select(self, indices: Sequence[int], *, keep_order: bool = False) -> RaggedBatch:
@@ -368,7 +368,7 @@ class RaggedBatch:
         unknown = self.input_ids.cpu().split(self.segment_lengths) if None in found else ()
         parts = [unknown[k] if ids is None else ids for k, ids in enumerate(found)]
         input_ids = torch.cat(parts) if parts else self.input_ids
-        return replace(self, input_ids=sent(input_ids, self.device), elsewhere=())
+        return replace(self, input_ids=to_device_async(input_ids, self.device), elsewhere=())
 
 
 # Building, prompts that begin alike stored once ----------------------------------------------------------
@@ -463,7 +463,7 @@ class ColumnSet:
         )
 
 
-def join(batch: RaggedBatch, *columns: ColumnSet) -> RaggedBatch:
+def join_columns(batch: RaggedBatch, *columns: ColumnSet) -> RaggedBatch:
     """Returns the batch with the columns as fields.
 
     Raises:

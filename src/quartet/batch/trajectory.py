@@ -126,12 +126,12 @@ class Trajectories:
         return cls(is_first_S.long().cumsum(0) - 1, is_final_S.nonzero().squeeze(1))
 
 
-def last_ones(batch: RaggedBatch) -> list[list[int]]:
+def last_sequences(batch: RaggedBatch) -> list[list[int]]:
     """Returns the places of the trajectories' last sequences, as one part of the batch."""
     return [Trajectories.of(batch).final_N.tolist()]
 
 
-def num_emitted(batch: RaggedBatch, trajectories: Trajectories) -> Tensor:
+def num_policy_tokens(batch: RaggedBatch, trajectories: Trajectories) -> Tensor:
     """Returns ``[N]`` float32 tokens that the policy emitted in each trajectory, trained on or not."""
     lengths_S = torch.tensor([batch.segment_lengths[leaf] for leaf in batch.leaves], dtype=torch.float32)
     if "observation_mask" in batch.token:

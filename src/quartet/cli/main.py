@@ -24,11 +24,11 @@ from quartet.cli.options import (
     ResumeChoice,
     TrustRemoteCode,
     Version,
-    as_argument,
+    resume_argument,
 )
 from quartet.config import Interrupted, UserError
-from quartet.config.plugins import OWN, Job, jobs, load, plugins
-from quartet.observe.process import share_cores
+from quartet.config.plugins import OWN, Job, all_jobs, installed_plugins, load_object
+from quartet.observe.process import yield_cores_while_waiting
 from quartet.trainers.signals import stop_signals
 
 app = typer.Typer(
@@ -67,10 +67,10 @@ def push(
     Log in before by `hf auth login`, or set HF_TOKEN. The card, README.md beside the model, names files and the whole
     recipe: read it first.
     """
-    from quartet.remote.hub import push as upload
-    from quartet.trainers.checkpoints import exported
+    from quartet.remote.hub import upload_folder as upload
+    from quartet.trainers.checkpoints import exported_directory
 
-    typer.echo(upload(exported(run), repo_id, private=private, revision=revision))
+    typer.echo(upload(exported_directory(run), repo_id, private=private, revision=revision))
 
 
 @app.command()
@@ -86,7 +86,7 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Writes a run's model as a Hugging Face directory."""
-    from quartet.trainers.checkpoints import export as write
+    from quartet.trainers.checkpoints import export_model as write
 
     written, warning = write(run, step, directory, model, trust_remote_code=trust_remote_code)
     if warning is not None:
@@ -101,14 +101,14 @@ def add_plugins() -> None:
     Raises:
         UserError: a plug-in that cannot be used, or a command that is there already.
     """
-    for plugin in plugins():
+    for plugin in installed_plugins():
         for name, job in plugin.jobs.items():
             _add_to_help("Train", name)
             _add_job(name, job)
         for group, commands in plugin.commands.items():
             for name, target in commands.items():
                 _add_to_help(group, name)
-                app.command(name)(load(target))
+                app.command(name)(load_object(target))
 
 
 def _add_to_help(group: str, name: str) -> None:
@@ -139,10 +139,10 @@ def _in_allocation(job: str, is_supervised: bool, recipe: Path, overrides: list[
     Raises:
         UserError: the job runs in one process.
     """
-    from quartet.cluster.torchrun import LauncherRank, run_under_torchrun
+    from quartet.cluster.torchrun import TorchrunRank, run_under_torchrun
     from quartet.config.load import asks_for_ray
 
-    launcher = LauncherRank.found(os.environ)
+    launcher = TorchrunRank.found(os.environ)
     if job == "rl" or (is_supervised and asks_for_ray(job, recipe, overrides)):
         # The same command once more, in a process of its own with a Ray cluster of all nodes.
         words = [sys.executable, "-m", "quartet", *sys.argv[1:], *ON_THE_CLUSTER]
@@ -167,17 +167,17 @@ def _run(name: str, job: Job, recipe_path: Path, overrides: list[str], resume: R
     recipe = load_recipe(name, recipe_path, overrides)
     # Of several processes of torchrun the first one alone speaks.
     is_silent = _is_in_allocation() and os.environ["RANK"] != "0"
-    if done := completed_run(recipe, as_argument(resume)):
+    if done := completed_run(recipe, resume_argument(resume)):
         if not is_silent:
             show_finished(*done)
         return
     gc.disable()  # nothing of what is imported is garbage
     try:
-        trainer = load(job.trainer)
+        trainer = load_object(job.trainer)
     finally:
         gc.enable()
     with Progress() as progress:
-        made = trainer(recipe, resume=as_argument(resume), progress=progress)
+        made = trainer(recipe, resume=resume_argument(resume), progress=progress)
         result = made.run() if name == "eval" else made.train()
     if is_silent:
         return
@@ -194,7 +194,7 @@ def _is_in_allocation() -> bool:
 
 def main() -> None:
     """Runs the command line: turns user errors and signals into messages and exit statuses."""
-    share_cores()
+    yield_cores_while_waiting()
     with stop_signals(ends_process=True) as signals:
         try:
             add_plugins()
@@ -217,15 +217,15 @@ def main() -> None:
 def _resume_command(arguments: list[str], path: Path) -> str:
     """Returns the command of these arguments with ``--resume``, and the directory where it was not given."""
     from quartet.config.strict import is_url
-    from quartet.config.yamls import override_word
+    from quartet.config.yamls import shell_override
     from quartet.trainers.run_files import RECIPE, read_recipe
 
     words = [shlex.quote(word) for word in arguments if word.partition("=")[0] != RESUME]
-    if arguments[0] in jobs():
+    if arguments[0] in all_jobs():
         recipe = path / RECIPE
         at_url = recipe.is_file() and is_url(read_recipe(recipe).get("output_dir"))
         named = at_url or any(str(path) in word for word in arguments[1:])
-        where = [] if named else [override_word("output_dir", str(path))]
+        where = [] if named else [shell_override("output_dir", str(path))]
     else:
         where = [] if "--out" in arguments else ["--out", shlex.quote(str(path))]
     return " ".join(["quartet", *words, *where, RESUME])

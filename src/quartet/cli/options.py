@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from quartet.config.plugins import jobs
+from quartet.config.plugins import all_jobs
 
 RESUME = "--resume"
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ class GroupedHelp(TyperGroup):
     def get_command(self, ctx: Any, name: str) -> Any:
         """Returns the command; one that takes a recipe says in its help where the keys are."""
         command = super().get_command(ctx, name)
-        if command is not None and name in jobs():
+        if command is not None and name in all_jobs():
             command.epilog = f"Every key: quartet config {name}. A recipe to begin with: quartet init {name}."
         return command
 
@@ -81,7 +81,7 @@ Resume = Annotated[
 ]
 
 
-def as_argument(chosen: ResumeChoice | None) -> bool | Literal["auto"]:
+def resume_argument(chosen: ResumeChoice | None) -> bool | Literal["auto"]:
     """Returns the option as the trainers' argument ``resume``."""
     return "auto" if chosen == "auto" else chosen is not None
 

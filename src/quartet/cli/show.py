@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quartet.config.errors import printable
-from quartet.config.plugins import jobs
+from quartet.config.errors import escape_control
+from quartet.config.plugins import all_jobs
 
 if TYPE_CHECKING:
     from quartet.trainers.evaluation import EvaluationResult
 
 
-def shown_path(path: Path) -> str:
+def relative_path(path: Path) -> str:
     """Returns the path relative to the current directory where it lies below it, else in full."""
     full = path.absolute()
     return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
@@ -33,8 +33,8 @@ def metric_table(title: str, *columns: str) -> Table:
     return table
 
 
-def line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(printable(text), style=style), soft_wrap=True)
+def print_line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(escape_control(text), style=style), soft_wrap=True)
 
 
 def show_run(path: Path, summary: Mapping[str, Any]) -> None:
@@ -43,31 +43,31 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     for stage in summary["stages"]:
         table = metric_table(f"{stage['name']}: {stage['seconds']:.1f} s", "metric", "last value")
         kind = re.sub(r"^round_\d+_", "", stage["name"]).replace("_", "-")
-        job = jobs().get(kind) or jobs().get(summary.get("job", ""))
+        job = all_jobs().get(kind) or all_jobs().get(summary.get("job", ""))
         for name in job.metrics if job is not None else ():
             if name in stage["metrics"]:
                 table.add_row(name, f"{stage['metrics'][name]:.4g}")
         console.print(table)
     for note in summary.get("notes", ()):
-        line(console, f"note: {note}")
+        print_line(console, f"note: {note}")
     alarm = summary.get("reward_hacking", {})
     if alarm.get("raised"):
-        line(console, alarm["text"], "bold red")
-    made = jobs()[summary["job"]].folder if summary.get("job") in jobs() else "model"
-    line(console, f"{made}: {path / made}")
-    line(console, f"next:  quartet report {shlex.quote(str(path))}")
+        print_line(console, alarm["text"], "bold red")
+    made = all_jobs()[summary["job"]].folder if summary.get("job") in all_jobs() else "model"
+    print_line(console, f"{made}: {path / made}")
+    print_line(console, f"next:  quartet report {shlex.quote(str(path))}")
 
 
 def show_finished(path: Path, summary: Mapping[str, Any]) -> None:
     """Prints what a run that is done already has found."""
     console = Console()
-    line(console, f"{path} is done already: there is nothing to do")
+    print_line(console, f"{path} is done already: there is nothing to do")
     if "figures" not in summary:
         show_run(path, summary)
         return
     for row in summary["figures"]:
         bounds = _bounds(row["low"], row["high"])
-        line(console, f"{row['figure']}: {row['value']:.4g}" + (f" ({bounds})" if bounds else ""))
+        print_line(console, f"{row['figure']}: {row['value']:.4g}" + (f" ({bounds})" if bounds else ""))
 
 
 def _bounds(low: float | None, high: float | None) -> str:
@@ -81,7 +81,7 @@ def show_evaluation(result: EvaluationResult) -> None:
     table = metric_table(f"{result.num_prompts} prompts", "metric", "value", "interval", *compared)
     others = {figure.name: f"{figure.value:.4g}  {_bounds(figure.low, figure.high)}" for figure in result.against}
     for figure in result.figures:
-        row = [printable(figure.name), f"{figure.value:.4g}", _bounds(figure.low, figure.high)]
+        row = [escape_control(figure.name), f"{figure.value:.4g}", _bounds(figure.low, figure.high)]
         table.add_row(*row, *([others.get(figure.name, "")] if result.against else []))
     console.print(table)
     if (found := result.comparison) is not None:
@@ -91,6 +91,6 @@ def show_evaluation(result: EvaluationResult) -> None:
             f"({found.low:.1%} to {found.high:.1%})"
         )
     for note in result.notes:
-        line(console, f"note: {note}")
+        print_line(console, f"note: {note}")
     for name in ("answers", *(("against", "comparison") if result.comparison is not None else ())):
-        line(console, f"{name}: {result.path / name}.jsonl")
+        print_line(console, f"{name}: {result.path / name}.jsonl")

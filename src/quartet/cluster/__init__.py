@@ -10,7 +10,7 @@
 - ``ray_backend``: the processes, in Ray; only this needs it
 """
 
-from quartet.cluster.dispatch import BROADCAST, RANK_ZERO, SPLIT, Custom, Layout, OneRank, dispatch
+from quartet.cluster.dispatch import BROADCAST, RANK_ZERO, SPLIT, CustomDispatch, OneRank, RankLayout, dispatch
 from quartet.cluster.errors import ClusterError, WorkerDied, WorkerError
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup, connect
@@ -24,9 +24,9 @@ __all__ = [
     "BatchFuture",
     "ClassWithArgs",
     "ClusterError",
-    "Custom",
-    "Layout",
+    "CustomDispatch",
     "OneRank",
+    "RankLayout",
     "ResourcePool",
     "Worker",
     "WorkerDied",

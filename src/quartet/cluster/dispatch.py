@@ -6,8 +6,8 @@
 | ``SPLIT`` | everyone | a batch split over data-parallel parts, the rest whole | in the batch's order, or a list |
 | ``RANK_ZERO``, ``OneRank(r)`` | one rank | as given | that rank's |
 | ``ONE_COPY`` | the ranks that hold the first copy of a role's model | the same for all | rank 0's |
-| ``Custom(distribute, collect)`` | as ``distribute`` says | as ``distribute`` says | what ``collect`` makes |
-| ``Within(mode, layout)`` | as ``mode`` says for another layout | | |
+| ``CustomDispatch(distribute, collect)`` | as ``distribute`` says | as ``distribute`` says | what ``collect`` makes |
+| ``InLayout(mode, layout)`` | as ``mode`` says for another layout | | |
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from quartet.batch.partition import AtomTree, balanced
+from quartet.batch.partition import AtomTree, balanced_partition
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -31,7 +31,7 @@ _NOWHERE = ("",)  # an outline refers to something; nothing fills this one
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """Which ranks of a group work on the same part of a batch: ``peers`` ranks in a row, of which the first answers.
 
     Eight ranks with four peers::
@@ -67,22 +67,22 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """Some of a batch's sequences: where they stand in it, and their segment table."""
 
     positions: Sequence[int]
     table: RaggedBatch
 
 
-def table_of(batch: RaggedBatch) -> RaggedBatch:
+def segment_table(batch: RaggedBatch) -> RaggedBatch:
     """Returns the segment table of a batch: an outline without any field."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return RaggedBatch(nothing, batch.segment_lengths, batch.parents, batch.leaves, batch.ids, elsewhere=_NOWHERE)
 
 
-def shares_of(table: RaggedBatch, parts: int) -> list[Share]:
+def split_table(table: RaggedBatch, parts: int) -> list[BatchShare]:
     """Returns what each of so many parts gets of the batch with this table."""
-    return [Share(part, table.select(part)) for part in plan_parts(table, parts)]
+    return [BatchShare(part, table.select(part)) for part in plan_parts(table, parts)]
 
 
 def plan_parts(table: RaggedBatch, parts: int) -> list[list[int]]:
@@ -99,7 +99,7 @@ def plan_parts(table: RaggedBatch, parts: int) -> list[list[int]]:
     best: list[list[int]] = []
     least = float("inf")
     for blocks in _cuts(tree, parts, cost):
-        dealt = map(sorted, balanced([tree.block(block).cost for block in blocks], parts))
+        dealt = map(sorted, balanced_partition([tree.block(block).cost for block in blocks], parts))
         in_order = sorted(dealt, key=lambda part: part[0] if part else len(blocks))
         plan = [sorted(s for b in part for s in blocks[b]) for part in in_order]
         dearest = max(tree.block(part).cost for part in plan)
@@ -124,7 +124,7 @@ def _cuts(tree: AtomTree, parts: int, cost: int) -> Iterator[list[Sequence[int]]
         ]
 
 
-def merge_results(results: Sequence[Any], shares: Sequence[Share], table: RaggedBatch) -> Any:
+def merge_results(results: Sequence[Any], shares: Sequence[BatchShare], table: RaggedBatch) -> Any:
     """Merges results of parts into one value, in the order of the batch with this table.
 
     Columns of the parts' sequences, and tensors with an entry per sequence, are put together; other results form a
@@ -169,7 +169,7 @@ def _merged_columns(
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """Arguments for one rank, and where the driver has split them its share of the items.
 
     A future among the arguments is fetched whole by its reader.
@@ -177,10 +177,10 @@ class Call:
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    share: Share | None = None
+    share: BatchShare | None = None
 
     @classmethod
-    def each(cls, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def each(cls, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankCall:
         """Makes a call with what ``change`` makes of each argument."""
         return cls(tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()})
 
@@ -198,12 +198,12 @@ class CallPlan:
             the call was not split.
     """
 
-    calls: Sequence[Call | None]
+    calls: Sequence[RankCall | None]
     answers: Sequence[int]
-    collect: Callable[[list[Any], Sequence[Share | None]], Any]
+    collect: Callable[[list[Any], Sequence[BatchShare | None]], Any]
 
     @property
-    def shares(self) -> list[Share | None]:
+    def shares(self) -> list[BatchShare | None]:
         """Of each rank that answers."""
         return [call.share for call in (self.calls[rank] for rank in self.answers) if call is not None]
 
@@ -211,14 +211,14 @@ class CallPlan:
 class DispatchMode(Protocol):
     """A way to distribute a call."""
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+    def plan(self, layout: RankLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         """
         Raises:
             ValueError: the arguments do not fit the mode.
         """
 
 
-def _of_every_rank(results: list[Any], shares: Sequence[Share | None]) -> Any:
+def _of_every_rank(results: list[Any], shares: Sequence[BatchShare | None]) -> Any:
     return results
 
 
@@ -226,8 +226,8 @@ def _of_every_rank(results: list[Any], shares: Sequence[Share | None]) -> Any:
 class Broadcast:
     """Every rank gets the same arguments."""
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-        return CallPlan([Call(args, kwargs)] * layout.world_size, range(layout.world_size), _of_every_rank)
+    def plan(self, layout: RankLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+        return CallPlan([RankCall(args, kwargs)] * layout.world_size, range(layout.world_size), _of_every_rank)
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,10 @@ class OneRank:
 
     rank: int
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+    def plan(self, layout: RankLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         if not 0 <= self.rank < layout.world_size:
             raise ValueError(f"there is no rank {self.rank} among {layout.world_size}")
-        calls = [Call(args, kwargs) if rank == self.rank else None for rank in range(layout.world_size)]
+        calls = [RankCall(args, kwargs) if rank == self.rank else None for rank in range(layout.world_size)]
         return CallPlan(calls, [self.rank], lambda results, shares: results[0])
 
 
@@ -254,14 +254,14 @@ class FirstRanks:
     num: int
     awaits_all: bool = True
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-        calls = [Call(args, kwargs) if rank < self.num else None for rank in range(layout.world_size)]
+    def plan(self, layout: RankLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+        calls = [RankCall(args, kwargs) if rank < self.num else None for rank in range(layout.world_size)]
         answers = range(self.num if self.awaits_all else 1)
         return CallPlan(calls, answers, lambda results, shares: results[0])
 
 
 @dataclass(frozen=True)
-class Custom:
+class CustomDispatch:
     """A mode made of two functions.
 
     Args:
@@ -270,37 +270,37 @@ class Custom:
     """
 
     distribute: Callable[..., Sequence[tuple[tuple[Any, ...], dict[str, Any]] | None]]
-    collect: Callable[[Layout, list[Any]], Any]
+    collect: Callable[[RankLayout, list[Any]], Any]
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+    def plan(self, layout: RankLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         given = list(self.distribute(layout, *args, **kwargs))
         if len(given) != layout.world_size:
             raise ValueError(f"distribute returned {len(given)} entries for {layout.world_size} ranks")
         called = [rank for rank, entry in enumerate(given) if entry is not None]
 
-        def collect(results: list[Any], shares: Sequence[Share | None]) -> Any:
+        def collect(results: list[Any], shares: Sequence[BatchShare | None]) -> Any:
             of_rank = dict(zip(called, results, strict=True))
             return self.collect(layout, [of_rank.get(rank) for rank in range(layout.world_size)])
 
-        return CallPlan([Call(*entry) if entry is not None else None for entry in given], called, collect)
+        return CallPlan([RankCall(*entry) if entry is not None else None for entry in given], called, collect)
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitBatch:
     """A ragged batch is split over the data-parallel parts; all ranks of a part get the same, and one of them answers.
 
     All other arguments go to every rank. Parts have about equal tokens, groups stay whole where that is possible. Where
     there are fewer sequences than parts, some parts are empty. For results see ``merge_results``.
     """
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+    def plan(self, layout: RankLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         batches = [value for value in (*args, *kwargs.values()) if isinstance(value, RaggedBatch)]
         if len(batches) != 1:
             raise ValueError(f"a split call needs one ragged batch among its arguments, found {len(batches)}")
-        table, calls = table_of(batches[0]), []
-        for share in shares_of(table, layout.parts):
+        table, calls = segment_table(batches[0]), []
+        for share in split_table(table, layout.parts):
             part = batches[0].select(share.positions)
-            call = Call.each(partial(_instead, batches[0], part), args, kwargs)
+            call = RankCall.each(partial(_instead, batches[0], part), args, kwargs)
             calls.append(replace(call, share=share))
         return CallPlan(
             [calls[layout.part_of(rank)] for rank in range(layout.world_size)],
@@ -314,17 +314,17 @@ def _instead(batch: RaggedBatch, part: RaggedBatch, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Within:
+class InLayout:
     """As ``mode`` for ranks that share data by another layout than their group's: that of one of its roles."""
 
     mode: DispatchMode
-    layout: Layout
+    layout: RankLayout
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+    def plan(self, layout: RankLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         return self.mode.plan(self.layout, args, kwargs)
 
 
-BROADCAST, RANK_ZERO, SPLIT = Broadcast(), OneRank(0), Split()
+BROADCAST, RANK_ZERO, SPLIT = Broadcast(), OneRank(0), SplitBatch()
 ONE_COPY = FirstRanks(1)
 """Of a model that several ranks hold between them all these ranks: who calls a role's workers knows how many."""
 
@@ -333,7 +333,7 @@ ONE_COPY = FirstRanks(1)
 
 
 @dataclass(frozen=True)
-class Mark:
+class DispatchInfo:
     """How a method is called on its group."""
 
     mode: DispatchMode
@@ -349,17 +349,17 @@ def dispatch(mode: DispatchMode = BROADCAST, *, blocking: bool = True) -> Callab
     """
 
     def mark(method: _F) -> _F:
-        method.__quartet_dispatch__ = Mark(mode, blocking)  # type: ignore[attr-defined]
+        method.__quartet_dispatch__ = DispatchInfo(mode, blocking)  # type: ignore[attr-defined]
         return method
 
     return mark
 
 
-def marks_of(cls: type) -> dict[str, Mark]:
+def dispatched_methods(cls: type) -> dict[str, DispatchInfo]:
     """Returns the marked methods of a class by name; an override keeps the mark of what it overrides."""
-    found: dict[str, Mark] = {}
+    found: dict[str, DispatchInfo] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
-            if isinstance(mark := getattr(value, "__quartet_dispatch__", None), Mark):
+            if isinstance(mark := getattr(value, "__quartet_dispatch__", None), DispatchInfo):
                 found[name] = mark
     return found

@@ -13,7 +13,7 @@ from quartet.config.errors import UserError
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """An exception of a worker's method, in place of its result.
 
     Attributes:
@@ -36,7 +36,7 @@ class Failure:
     is_echo: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, *, group: str, rank: int, pid: int, host: str, where: str) -> Failure:
+    def of(cls, error: BaseException, *, group: str, rank: int, pid: int, host: str, where: str) -> WorkerFailure:
         """Makes a failure of text alone, which travels: the exception's class need not exist where it is read."""
         three = (error.problem, error.found, error.remedy) if isinstance(error, UserError) else None
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
@@ -52,7 +52,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostResult:
     """In place of a result: the process that owed it, or that held its data, is gone.
 
     ``key`` is the back end's name of that process, None where it is not known.
@@ -63,7 +63,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Death:
+class WorkerDeath:
     """A worker that died.
 
     Attributes:
@@ -96,7 +96,7 @@ class RankFailed(ClusterError):
 
 
 @contextmanager
-def reaching(ranks: int) -> Iterator[None]:
+def raising_rank_failed(ranks: int) -> Iterator[None]:
     """Turns the failure of a collective of so many ranks, in the ``with`` block, into ``RankFailed``.
 
     torch has types of its own for it; gloo raises a plain RuntimeError.
@@ -113,7 +113,7 @@ def reaching(ranks: int) -> Iterator[None]:
 class WorkerError(ClusterError):
     """A method raised in a worker, which lives on; the message ends with the worker's own traceback."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: WorkerFailure) -> None:
         self.failure = failure
         super().__init__(failure)
 
@@ -126,7 +126,7 @@ class WorkerError(ClusterError):
 class WorkerDied(ClusterError):
     """A worker's process is gone; its group works again after ``restart()``."""
 
-    def __init__(self, death: Death) -> None:
+    def __init__(self, death: WorkerDeath) -> None:
         self.death = death
         super().__init__(death)
 

@@ -1,11 +1,11 @@
 """Calls in flight, and results that stay where they were made.
 
 A non-blocking call leaves each rank's result in the object store as one reference. An argument made of such a result is
-a ``Reference``, which the worker that receives it fetches; the driver need not wait for the first call before it makes
-the next.
+a ``ResultReference``, which the worker that receives it fetches; the driver need not wait for the first call before it
+makes the next.
 
-Of a batch only the token ids may stay behind: an outline (``RaggedBatch.elsewhere``) holds ``Reference``s to batches
-that have them, and the worker that receives it as an argument puts them in.
+Of a batch only the token ids may stay behind: an outline (``RaggedBatch.elsewhere``) holds ``ResultReference``s to
+batches that have them, and the worker that receives it as an argument puts them in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from quartet.batch.ragged import ColumnSet, RaggedBatch
-from quartet.cluster.errors import Failure, Lost
+from quartet.cluster.errors import LostResult, WorkerFailure
 
 if TYPE_CHECKING:
     from quartet.cluster.dispatch import CallPlan
@@ -42,7 +42,7 @@ class BatchFuture:
         seconds: from the call to each rank's answer, as far as they have come.
 
     Args:
-        refs: of each rank its result, or where that stays what it says of it (``Noted``).
+        refs: of each rank its result, or where that stays what it says of it (``StoredResult``).
         plan: how the call was distributed.
         parts: references to the results, one per answering rank; none where ``refs`` are the results.
         during: the call, for messages.
@@ -66,7 +66,7 @@ class BatchFuture:
         self._began_s = began_s
         self.seconds: dict[int, float] = {}
         self._values: dict[int, Any] = {}
-        self._troubles: dict[int, Failure | Lost] = {}
+        self._troubles: dict[int, WorkerFailure | LostResult] = {}
         self._since_s: float | None = None
 
     def __reduce__(self) -> Any:
@@ -117,7 +117,7 @@ class BatchFuture:
         answers = await self.finished()
         return self._collected([await self._group.backend.soon(ref) for ref in self._parts] or answers)
 
-    def reference(self) -> Reference:
+    def reference(self) -> ResultReference:
         """Returns the result of the one rank that answers, as an argument; also for ``RaggedBatch.outline``.
 
         Raises:
@@ -125,7 +125,7 @@ class BatchFuture:
         """
         if len(self._parts) != 1:
             raise ValueError(f"{len(self._parts)} ranks leave a result of {self._during}: only one's can be passed on")
-        return Reference(self._parts[0])
+        return ResultReference(self._parts[0])
 
     def _is_over(self) -> bool:
         """Tells whether all ranks have ended, or one has failed and the others had time to follow."""
@@ -141,13 +141,13 @@ class BatchFuture:
                 continue
             self._values[rank] = value
             self.seconds[rank] = time.monotonic() - self._began_s
-            if isinstance(value, (Failure, Lost)):
+            if isinstance(value, (WorkerFailure, LostResult)):
                 self._troubles[rank] = value
                 self._since_s = self._since_s if self._since_s is not None else time.monotonic()
 
     def _collected(self, values: Sequence[Any]) -> Any:
         """Returns the call's result from those of the ranks that answer."""
-        if troubles := {i: value for i, value in enumerate(values) if isinstance(value, (Failure, Lost))}:
+        if troubles := {i: value for i, value in enumerate(values) if isinstance(value, (WorkerFailure, LostResult))}:
             self._group.raise_for(troubles, self._during)
         return self._plan.collect([*values], self._plan.shares)
 
@@ -156,7 +156,7 @@ class BatchFuture:
 
 
 @dataclass(frozen=True)
-class Noted:
+class StoredResult:
     """A worker's result that stays where it was made, and what the driver is told of it."""
 
     value: Any
@@ -164,25 +164,25 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ResultReference:
     """An argument that its reader fetches: a worker's result, by the back end's reference to it."""
 
     ref: Any
 
 
-class Upstream(Exception):
+class UpstreamFailed(Exception):
     """What a call was to work on does not exist: the call that should have made it failed."""
 
-    def __init__(self, outcome: Failure | Lost) -> None:
+    def __init__(self, outcome: WorkerFailure | LostResult) -> None:
         self.outcome = outcome
         super().__init__(outcome)
 
 
 Fetch = Callable[[Sequence[Any]], list[Any]]
-"""References → values; a value may be a ``Failure`` or ``Lost``."""
+"""References → values; a value may be a ``WorkerFailure`` or ``LostResult``."""
 
 
-def fetched(fetch: Fetch, values: Sequence[Any]) -> list[Any]:
+def fetch_arguments(fetch: Fetch, values: Sequence[Any]) -> list[Any]:
     """Fetches arguments, with what they refer to in the place of references, and with their token ids in all outlines,
     also in lists and tuples of batches.
 
@@ -190,8 +190,8 @@ def fetched(fetch: Fetch, values: Sequence[Any]) -> list[Any]:
         Upstream: the call that should have made one of them failed.
         ValueError: a sequence's ids are not where its batch says.
     """
-    found = iter(_checked(fetch, [value for value in values if isinstance(value, Reference)]))
-    values = [next(found) if isinstance(value, Reference) else value for value in values]
+    found = iter(_checked(fetch, [value for value in values if isinstance(value, ResultReference)]))
+    values = [next(found) if isinstance(value, ResultReference) else value for value in values]
     references = {id(ref): ref for value in values for batch in _batches(value) for ref in batch.elsewhere}
     sources = dict(zip(references, _checked(fetch, [*references.values()]), strict=True))
 
@@ -204,12 +204,12 @@ def fetched(fetch: Fetch, values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _checked(fetch: Fetch, references: Sequence[Reference]) -> list[Any]:
+def _checked(fetch: Fetch, references: Sequence[ResultReference]) -> list[Any]:
     """Returns the values, unless one of them stands for a call that failed."""
     values = fetch([reference.ref for reference in references]) if references else []
     for value in values:
-        if isinstance(value, (Failure, Lost)):
-            raise Upstream(value)
+        if isinstance(value, (WorkerFailure, LostResult)):
+            raise UpstreamFailed(value)
     return values
 
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quartet.cluster.dispatch import BROADCAST, CallPlan, DispatchMode, Layout, Mark, marks_of
-from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, WorkerError
+from quartet.cluster.dispatch import BROADCAST, CallPlan, DispatchInfo, DispatchMode, RankLayout, dispatched_methods
+from quartet.cluster.errors import ClusterError, LostResult, WorkerDeath, WorkerDied, WorkerError, WorkerFailure
 from quartet.cluster.futures import MAY_BE_LARGE, BatchFuture
 from quartet.cluster.resource_pool import ResourcePool
-from quartet.cluster.worker import LOOPBACK, CallHead, ClassWithArgs, ProcessInfo, RankInfo
+from quartet.cluster.worker import LOOPBACK, CallHeader, ClassWithArgs, ProcessInfo, RankInfo
 from quartet.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,9 +99,9 @@ class WorkerGroup:
         self.handles: list[Any] = []
         self.processes: tuple[ProcessInfo, ...] = ()
         self._pool, self._start_timeout_s = pool, start_timeout_s
-        self._gone: Death | None = None  # of those before, until a restart has succeeded
+        self._gone: WorkerDeath | None = None  # of those before, until a restart has succeeded
         self._pings: dict[int, Any] = {}
-        self._marks = marks_of(cls)
+        self._marks = dispatched_methods(cls)
         for method, mark in self._marks.items():
             setattr(self, method, partial(self._called, method, mark))
         self._start()
@@ -176,7 +176,7 @@ class WorkerGroup:
         Raises:
             UserError, WorkerError, WorkerDied: as when the group was made.
         """
-        self._gone = Death(self.name, 0, None, "unknown host", "a call", "the group is being started anew")
+        self._gone = WorkerDeath(self.name, 0, None, "unknown host", "a call", "the group is being started anew")
         try:
             self.stop()
             self._start()
@@ -187,10 +187,10 @@ class WorkerGroup:
         except WorkerError as error:
             failed = error.failure
             reason = f"it raised as it was started anew: {failed.summary}"
-            self._gone = Death(failed.group, failed.rank, None, failed.host, "starting", reason)
+            self._gone = WorkerDeath(failed.group, failed.rank, None, failed.host, "starting", reason)
             raise
 
-    def dead(self, timeout_s: float = 1.0) -> list[Death]:
+    def dead(self, timeout_s: float = 1.0) -> list[WorkerDeath]:
         """Returns the workers that are dead. One that is busy for all of the time counts as living.
 
         Where the last restart failed it is who made it fail.
@@ -205,7 +205,7 @@ class WorkerGroup:
         ranks = sorted(self._pings)
         ready = self.backend.wait([self._pings[rank] for rank in ranks], timeout_s)
         ended = [self._pings.pop(rank) for rank, is_there in zip(ranks, ready, strict=True) if is_there]
-        lost = [value for value in self.backend.get(ended) if isinstance(value, Lost)]
+        lost = [value for value in self.backend.get(ended) if isinstance(value, LostResult)]
         return [self._death(each, "a look at whether it lives") for each in lost]
 
     # Calls -----------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class WorkerGroup:
             UserError: raised by a worker's method.
             ValueError: the arguments do not fit the dispatch mode.
         """
-        return self._called(_name_of(method), Mark(mode, blocking), *args, **kwargs)
+        return self._called(_name_of(method), DispatchInfo(mode, blocking), *args, **kwargs)
 
     def ask(
         self, method: str | Callable[..., Any], *args: Any, mode: DispatchMode = BROADCAST, **kwargs: Any
@@ -236,7 +236,7 @@ class WorkerGroup:
         """
         return self._submit(_name_of(method), mode, args, kwargs, stays=False)
 
-    def _called(self, method: str, mark: Mark, /, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, method: str, mark: DispatchInfo, /, *args: Any, **kwargs: Any) -> Any:
         future = self._submit(method, mark.mode, args, kwargs, stays=not mark.blocking)
         return future.result() if mark.blocking else future
 
@@ -256,7 +256,7 @@ class WorkerGroup:
         if self._gone is not None:  # another thread may start the group anew: calls meanwhile are of what died
             raise WorkerDied(self._gone)
         self._check_started()
-        plan = mode.plan(Layout(self.world_size), args, kwargs)
+        plan = mode.plan(RankLayout(self.world_size), args, kwargs)
         readers = Counter(id(value) for call in plan.calls if call is not None for value in call.values())
         stored: dict[int, Any] = {}
 
@@ -278,7 +278,7 @@ class WorkerGroup:
         for rank, call in enumerate(plan.calls):
             if call is not None:
                 answers = rank in plan.answers
-                head = CallHead(method, tuple(call.kwargs), answers, answers and stays)
+                head = CallHeader(method, tuple(call.kwargs), answers, answers and stays)
                 refs = self.backend.call(handles[rank], "call", (head, *map(sent, call.values())), 1 + head.stays)
                 status[rank], parts[rank] = refs[0], refs[-1]
         results = [parts[rank] for rank in plan.answers] if stays else []
@@ -290,23 +290,23 @@ class WorkerGroup:
 
     # Trouble ---------------------------------------------------------------------------------------------
 
-    def raise_for(self, troubles: Mapping[int, Failure | Lost], during: str) -> None:
+    def raise_for(self, troubles: Mapping[int, WorkerFailure | LostResult], during: str) -> None:
         """Raises the cause: a death before an exception, which is often only how the others noticed."""
-        lost = [t for t in troubles.values() if isinstance(t, Lost)]
+        lost = [t for t in troubles.values() if isinstance(t, LostResult)]
         failures = [
             t if t.rank >= 0 else replace(t, group=self.name, rank=rank)  # a sender that did not know its rank
             for rank, t in troubles.items()
-            if isinstance(t, Failure)
+            if isinstance(t, WorkerFailure)
         ]
         if lost:
             # Lost data says less than the process that was lost.
             raise WorkerDied(min((self._death(t, during) for t in lost), key=lambda death: death.rank is None))
         raise min(failures, key=lambda failure: failure.is_echo).error()
 
-    def _death(self, lost: Lost, during: str) -> Death:
+    def _death(self, lost: LostResult, during: str) -> WorkerDeath:
         group, rank, info = _known_processes.get(lost.key or "", (self.name, None, None))
         pid, host = (info.pid, info.host) if info is not None else (None, "unknown host")
-        return Death(group, rank, pid, host, during, lost.reason)
+        return WorkerDeath(group, rank, pid, host, during, lost.reason)
 
 
 def _name_of(method: str | Callable[..., Any]) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import distributed
 
-from quartet.cluster.dispatch import Call
-from quartet.cluster.errors import Death, Failure, RankFailed, WorkerDied, reaching
-from quartet.cluster.torchrun import machine
+from quartet.cluster.dispatch import RankCall
+from quartet.cluster.errors import RankFailed, WorkerDeath, WorkerDied, WorkerFailure, raising_rank_failed
+from quartet.cluster.torchrun import machine_name
 from quartet.cluster.worker import Worker
 from quartet.config.errors import UserError
 
@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class End:
+class LastMessage:
     """The last message of rank 0.
 
     Attributes:
@@ -39,7 +39,7 @@ class End:
     value: Any = None
 
 
-class Ranks(Worker):
+class TorchrunRanks(Worker):
     """Forms the process group of all processes that torchrun has started; each makes one.
 
     Args:
@@ -68,7 +68,7 @@ class Ranks(Worker):
                 remedy="give the same recipe and overrides on every node",
             )
 
-    def ask(self, run: Run, method: str, calls: Sequence[Call | None]) -> list[Any]:
+    def ask(self, run: Run, method: str, calls: Sequence[RankCall | None]) -> list[Any]:
         """Has every rank make its call, on rank 0: returns the results in the order of ranks, None of one not called.
 
         A rank whose part raises ends with that error, and its process with it, whatever the others are doing.
@@ -89,7 +89,7 @@ class Ranks(Worker):
             os.kill(os.getpid(), signal.SIGTERM if number == signal.SIGINT else number)
         return [result for result, _ in answers]
 
-    def serve(self, run: Run, stopped_by: Callable[[], int | None]) -> End:
+    def serve(self, run: Run, stopped_by: Callable[[], int | None]) -> LastMessage:
         """Does the parts of the other ranks until rank 0 ends.
 
         Args:
@@ -103,19 +103,19 @@ class Ranks(Worker):
             message: list[Any] = [None]
             with self._reaching("waiting for rank 0"):
                 distributed.broadcast_object_list(message, src=0, group=self._control)
-            if isinstance(message[0], End):
+            if isinstance(message[0], LastMessage):
                 return message[0]
             own = self._part(run, *message[0])
             with self._reaching("waiting for rank 0"):
                 distributed.gather_object((own, stopped_by()), dst=0, group=self._control)
 
-    def end(self, end: End) -> None:
+    def end(self, end: LastMessage) -> None:
         """Lets the other ranks go, on rank 0, where they can be reached."""
         with suppress(RuntimeError):  # one that is gone needs no word
             if self._is_intact:
                 distributed.broadcast_object_list([end], src=0, group=self._control)
 
-    def _part(self, run: Run, method: str, calls: Sequence[Call | None]) -> Any:
+    def _part(self, run: Run, method: str, calls: Sequence[RankCall | None]) -> Any:
         call = calls[self.rank]
         if call is None:
             return None
@@ -128,19 +128,19 @@ class Ranks(Worker):
                 self._is_intact = False
                 if self.rank == 0:
                     raise
-                host, pid = machine().partition("/")[0], os.getpid()
-                failure = Failure.of(error, group=self.name, rank=self.rank, pid=pid, host=host, where=method)
+                host, pid = machine_name().partition("/")[0], os.getpid()
+                failure = WorkerFailure.of(error, group=self.name, rank=self.rank, pid=pid, host=host, where=method)
                 raise failure.error() from None
 
     @contextmanager
     def _reaching(self, during: str) -> Iterator[None]:
         """Turns a rank that cannot be reached in the ``with`` block into a worker that died."""
         try:
-            with reaching(self.world_size):
+            with raising_rank_failed(self.world_size):
                 yield
         except RankFailed as error:
             self._is_intact = False
             # torchrun is to notice that one first, and not this one's end: its report names the cause.
             time.sleep(_NOTICED_S)
             said = f"{error}; torchrun's report and the output of that rank name it"
-            raise WorkerDied(Death(self.name, None, None, "unknown host", during, said)) from error
+            raise WorkerDied(WorkerDeath(self.name, None, None, "unknown host", during, said)) from error

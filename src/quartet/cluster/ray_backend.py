@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,15 +27,16 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from quartet.cluster.errors import Failure, Lost
+from quartet.cluster.errors import LostResult, WorkerFailure
 from quartet.cluster.group import connected
-from quartet.cluster.resource_pool import Node, ResourcePool, check_pool, refused
-from quartet.cluster.worker import ProcessInfo, WorkerWrapper
+from quartet.cluster.resource_pool import ClusterNode, ResourcePool, check_pool, pool_busy_error
+from quartet.cluster.worker import NUM_NODES, ProcessInfo, WorkerWrapper
 from quartet.config.errors import UserError
-from quartet.processes import Keeper, descendants
+from quartet.processes import ProcessReaper, descendant_processes
 
 NAMESPACE = "quartet"
 _CONNECT_S = 10.0
+_NODES_S, _POLL_S = 180.0, 0.2
 _REASON_LINES = 6
 
 
@@ -42,9 +44,9 @@ class RayWorkerWrapper(WorkerWrapper):
     """The host as a Ray actor."""
 
     def __init__(self, group: str, rank: int) -> None:
-        super().__init__(group, rank, fetch=fetch)
+        super().__init__(group, rank, fetch=fetch_references)
         self._host = ray.util.get_node_ip_address()
-        register_tensors()
+        register_tensor_serializer()
 
     def process_info(self) -> ProcessInfo:
         context = ray.get_runtime_context()
@@ -52,16 +54,16 @@ class RayWorkerWrapper(WorkerWrapper):
         return ProcessInfo(os.getpid(), self._host, context.get_node_id(), devices)
 
 
-def fetch(refs: Sequence[Any]) -> list[Any]:
-    """Fetches values of the references for a worker that needs all of them; ``Failure`` or ``Lost`` where there is
-    none.
+def fetch_references(refs: Sequence[Any]) -> list[Any]:
+    """Fetches values of the references for a worker that needs all of them; ``WorkerFailure`` or ``LostResult`` where
+    there is none.
 
     Where one is lost, the others are not waited for.
     """
     try:
         return list(ray.get(list(refs)))
     except RayError:
-        troubles = [v for v in map(_value_of, _ended(refs)) if isinstance(v, (Failure, Lost))]
+        troubles = [v for v in map(_value_of, _ended(refs)) if isinstance(v, (WorkerFailure, LostResult))]
         return troubles[:1] * len(refs)
 
 
@@ -76,7 +78,7 @@ def _value_of(ref: Any) -> Any:
         return _trouble_of(error)
 
 
-def _trouble_of(error: BaseException) -> Failure | Lost:
+def _trouble_of(error: BaseException) -> WorkerFailure | LostResult:
     if not isinstance(error, RayTaskError):
         return _lost(error)
     if isinstance(error.cause, (RayActorError, ObjectLostError)):
@@ -84,12 +86,12 @@ def _trouble_of(error: BaseException) -> Failure | Lost:
     # Not raised by a worker's method, which the host catches: a result that cannot be pickled, say.
     text = str(error).strip()
     pid, host, where = (getattr(error, name, None) for name in ("pid", "ip", "function_name"))
-    return Failure("", -1, pid or 0, host or "", where or "a call", text.splitlines()[-1], text)
+    return WorkerFailure("", -1, pid or 0, host or "", where or "a call", text.splitlines()[-1], text)
 
 
-def _lost(error: BaseException) -> Lost:
+def _lost(error: BaseException) -> LostResult:
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return Lost(getattr(error, "actor_id", None), " ".join(lines[-_REASON_LINES:]))
+    return LostResult(getattr(error, "actor_id", None), " ".join(lines[-_REASON_LINES:]))
 
 
 @contextlib.contextmanager
@@ -107,8 +109,8 @@ def _out_of_reach() -> Iterator[None]:
 class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
     """Starts workers in a Ray cluster, and calls the methods of the ``WorkerWrapper`` in each.
 
-    A value may be a ``Failure`` (the method raised) or ``Lost`` (its process is gone); no method here raises for what
-    happened in a worker.
+    A value may be a ``WorkerFailure`` (the method raised) or ``LostResult`` (its process is gone); no method here
+    raises for what happened in a worker.
 
     Args:
         address: ``host:port`` of a running cluster, ``auto`` for the one of this machine; None takes the variable
@@ -133,15 +135,16 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         self._handles: set[Any] = set()
         self._started_ray = not ray.is_initialized()
         self._is_private = False  # a cluster of this machine alone, which ends with us
-        self._keeper: Keeper | None = None
+        self._keeper: ProcessReaper | None = None
         if self._started_ray:
             address = address or os.environ.get("RAY_ADDRESS")
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             if address and address != "local":
                 _join_cluster(address, log_to_driver)
+                _await_nodes(int(os.environ.get(NUM_NODES, "1")))
             else:
                 self._is_private = True
-                others = descendants(os.getpid())
+                others = descendant_processes(os.getpid())
                 with _out_of_reach():
                     ray.init(
                         address="local",
@@ -151,9 +154,9 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
                         include_dashboard=False,
                         log_to_driver=log_to_driver,
                     )
-                started = descendants(os.getpid()).items() - others.items()
-                self._keeper = Keeper(dict(started))
-        register_tensors()
+                started = descendant_processes(os.getpid()).items() - others.items()
+                self._keeper = ProcessReaper(dict(started))
+        register_tensor_serializer()
         connected.append(self)
 
     @property
@@ -163,11 +166,11 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
 
     # Pools -----------------------------------------------------------------------------------------------
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[ClusterNode]:
         """Returns the living machines, with what they have."""
-        free, own = ray._private.state.available_resources_per_node(), ray.get_runtime_context().get_node_id()
+        own = ray.get_runtime_context().get_node_id()
         return [
-            Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(key, {}), key, key == own)
+            ClusterNode(f"node {node['NodeManagerAddress']}", node["Resources"], key, key == own)
             for node in ray.nodes()
             if node["Alive"] and (key := node["NodeID"])
         ]
@@ -189,7 +192,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
             )
             if not reserved.wait(timeout_s):
                 remove_placement_group(reserved)
-                raise refused(pool, self.nodes(), timeout_s)
+                raise pool_busy_error(pool, self.nodes(), ray.available_resources(), timeout_s)
         self._grants[pool] = reserved
 
     # Processes -------------------------------------------------------------------------------------------
@@ -216,7 +219,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         return handles
 
     def key(self, handle: Any) -> str:
-        """Returns the key by which ``Lost`` names a process."""
+        """Returns the key by which ``LostResult`` names a process."""
         return str(handle._actor_id.hex())
 
     def stop(self, handles: Sequence[Any]) -> None:
@@ -287,7 +290,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
                 if self._keeper is not None:
                     self._keeper.close()
             elif self._is_open and last_one:
-                deregister_tensors()
+                deregister_tensor_serializer()
             if self in connected:
                 connected.remove(self)
 
@@ -322,6 +325,18 @@ def _join_cluster(address: str, log_to_driver: bool) -> None:
         raise _unreachable(address, str(error).strip().splitlines()[0]) from error
 
 
+def _await_nodes(num_nodes: int) -> None:
+    deadline = time.monotonic() + _NODES_S
+    while (num := sum(node["Alive"] for node in ray.nodes())) < num_nodes:
+        if time.monotonic() > deadline:
+            raise UserError(
+                "the nodes of the allocation did not come together",
+                found=f"{num} of {num_nodes} have joined within {_NODES_S:g} s",
+                remedy="look at the output of the others; every node must reach the first one's ports",
+            )
+        time.sleep(_POLL_S)
+
+
 def _unreachable(address: str, why: str) -> UserError:
     return UserError(
         "the Ray cluster does not answer",
@@ -337,16 +352,16 @@ def _unreachable(address: str, why: str) -> UserError:
 # storage, also of a small view, through several copies in memory.
 
 
-def register_tensors() -> None:
+def register_tensor_serializer() -> None:
     """Registers how tensors cross the wire, for this process; needs a connection to Ray."""
-    ray.util.register_serializer(Tensor, serializer=to_wire, deserializer=from_wire)
+    ray.util.register_serializer(Tensor, serializer=serialize_tensor, deserializer=deserialize_tensor)
 
 
-def deregister_tensors() -> None:
+def deregister_tensor_serializer() -> None:
     ray.util.deregister_serializer(Tensor)
 
 
-def to_wire(tensor: Tensor) -> Any:
+def serialize_tensor(tensor: Tensor) -> Any:
     """Returns the bytes, dtype, shape and whether it wants gradients, of a dense tensor.
 
     What was on a GPU arrives on the CPU: the reader may see other devices.
@@ -358,7 +373,7 @@ def to_wire(tensor: Tensor) -> Any:
     return array, tensor.dtype, tuple(tensor.shape), tensor.requires_grad
 
 
-def from_wire(wire: Any) -> Tensor:
+def deserialize_tensor(wire: Any) -> Tensor:
     """Makes a tensor of the reader's own: what lies in the store is shared by all readers and must not be
     written to.
     """

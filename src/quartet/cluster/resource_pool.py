@@ -58,15 +58,14 @@ class ResourcePool:
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A machine of the cluster and what it has.
 
-    ``free`` is what is not granted at the moment, ``key`` the back end's name of it; ``is_own`` that of this process.
+    ``key`` is the back end's name of it, and ``is_own`` says that this process is there.
     """
 
     name: str
     total: Mapping[str, float]
-    free: Mapping[str, float]
     key: str = ""
     is_own: bool = False
 
@@ -76,7 +75,7 @@ class Node:
         return min(counts, default=2**31)
 
 
-def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
+def check_pool(pool: ResourcePool, nodes: Sequence[ClusterNode]) -> None:
     """
     Raises:
         UserError: the nodes can never grant the pool: more processes than they have devices for, on one node or in all.
@@ -91,14 +90,18 @@ def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
         )
 
 
-def refused(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserError:
-    """Makes the error for a pool that could be granted, were others not holding what it needs."""
-    held = [
-        f"{n.name} has {describe_pool(n.free, pool.needs)} free of {describe_pool(n.total, pool.needs)}" for n in nodes
-    ]
+def pool_busy_error(
+    pool: ResourcePool, nodes: Sequence[ClusterNode], free: Mapping[str, float], waited_s: float
+) -> UserError:
+    """Makes the error for a pool that could be granted, were others not holding what it needs.
+
+    Args:
+        free: what all nodes together have left.
+    """
+    has = "; ".join(f"{node.name} has {describe_pool(node.total, pool.needs)}" for node in nodes)
     return UserError(
         f"the pool {list(pool.processes)} ({pool.strategy}) was not granted within {waited_s:g} s",
-        found=f"each process needs {describe_pool(pool.needs)}; " + "; ".join(held),
+        found=f"each process needs {describe_pool(pool.needs)}; {has}; free in all: {describe_pool(free, pool.needs)}",
         remedy="stop what holds the rest, wait longer, or ask for less",
     )
 

@@ -37,9 +37,9 @@ from typing import Any
 
 from torch import distributed
 
-from quartet.cluster.worker import LOOPBACK, free_port
+from quartet.cluster.worker import LOOPBACK, NUM_NODES, free_port
 from quartet.config.errors import UserError
-from quartet.processes import beginning, descendants, die_with_parent, ended, with_parent
+from quartet.processes import descendant_processes, die_with_parent, prepare_child, process_start_time, terminating
 
 RAY_ARGUMENTS = "QUARTET_RAY_ARGS"
 """Variable with further arguments of ``ray start`` on this node, ``--object-store-memory=1000000000`` say."""
@@ -48,7 +48,7 @@ _PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
 _LOG_LINES = 20
 
 
-def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+def without_torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Leaves out the variables by which a program takes itself for one of torchrun's ranks."""
     return {k: v for k, v in environment.items() if k not in _PLACE and not k.startswith(_PREFIXES)}
 
@@ -63,7 +63,7 @@ class RayNode:
         self.cluster = cluster
         # Without the token no code can be run on this cluster; a user's own setting stays.
         secret = {} if "RAY_AUTH_MODE" in os.environ else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-        self.environment = {**without_torchrun(os.environ), **secret, "RAY_USAGE_STATS_ENABLED": "0"}
+        self.environment = {**without_torchrun_variables(os.environ), **secret, "RAY_USAGE_STATS_ENABLED": "0"}
         os.environ.update(secret)
         self._folder = Path(tempfile.mkdtemp(prefix="quartet-ray-", dir="/tmp"))  # sockets: a short path
         self._log = self._folder / "start.log"
@@ -106,28 +106,21 @@ class RayNode:
                 remedy=f"see {self._folder}; arguments of `ray start` can be given in {RAY_ARGUMENTS}",
             )
 
-    def answers(self, num_nodes: int) -> bool:
-        """Tells whether the cluster is there, with so many living nodes."""
+    def answers(self) -> bool:
+        """Tells whether the cluster's first node is there."""
         host, _, port = self.cluster.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=1.0).close()
         except OSError:
             return False
-        return num_nodes == 0 or self._living() >= num_nodes
-
-    def _living(self) -> int:
-        import ray
-
-        nodes = ray._raylet.GcsClient(address=self.cluster).get_all_node_info(timeout=5.0)
-        alive = ray.core.generated.gcs_pb2.GcsNodeInfo.ALIVE
-        return sum(node.state == alive for node in nodes.values())
+        return True
 
     def stop(self, *, keep_logs: bool) -> None:
         """Ends exactly what was started: the process, and those that it says it has started."""
-        started = descendants(self._started.pid)
-        ended(self._started)
+        started = descendant_processes(self._started.pid)
+        terminating(self._started)
         for pid, began in started.items():
-            if began == beginning(pid):
+            if began == process_start_time(pid):
                 os.kill(pid, signal.SIGKILL)
         if keep_logs:
             print(f"logs of Ray on {socket.gethostname()}: {self._folder}", file=sys.stderr)
@@ -136,8 +129,8 @@ class RayNode:
 
 
 def _apart() -> None:
-    """Does what ``with_parent`` does; what a scheduler sends to all processes of a job is for the command alone."""
-    with_parent()
+    """Does what ``prepare_child`` does; what a scheduler sends to all processes of a job is for the command alone."""
+    prepare_child()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
@@ -152,7 +145,7 @@ EXPECTED = (0, 2, *(128 + number for number in STOP_SIGNALS))
 
 
 @dataclass(frozen=True)
-class LauncherRank:
+class TorchrunRank:
     """A process of torchrun's: its rank, its place on its node, and its node among all nodes."""
 
     rank: int
@@ -163,7 +156,7 @@ class LauncherRank:
     num_nodes: int
 
     @classmethod
-    def found(cls, environment: Mapping[str, str]) -> LauncherRank:
+    def found(cls, environment: Mapping[str, str]) -> TorchrunRank:
         """Returns the rank that torchrun's variables name."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
         return cls(*(int(environment[name]) for name in names))
@@ -173,7 +166,7 @@ class LauncherRank:
         return self.local_rank == 0
 
 
-def run_under_torchrun(command: Sequence[str], launcher: LauncherRank) -> int:
+def run_under_torchrun(command: Sequence[str], launcher: TorchrunRank) -> int:
     """Runs the command once, on rank 0, with a Ray cluster of all nodes; returns when it has ended.
 
     Returns:
@@ -201,7 +194,7 @@ class _NodeAgent:
     them got), ``end`` (exit status), ``left`` (how many processes have seen it).
     """
 
-    def __init__(self, launcher: LauncherRank) -> None:
+    def __init__(self, launcher: TorchrunRank) -> None:
         self.launcher = launcher
         self.store = next(iter(distributed.rendezvous("env://", timeout=timedelta(seconds=30))))[0]
         self.stopped_by: int | None = None
@@ -237,7 +230,7 @@ class _NodeAgent:
         """Starts this node's Ray, in the cluster that rank 0 begins."""
         launcher = self.launcher
         master = os.environ["MASTER_ADDR"]
-        self.store.set(f"host/{launcher.node}", json.dumps([machine(), address_towards(master)]))
+        self.store.set(f"host/{launcher.node}", json.dumps([machine_name(), local_address_towards(master)]))
         hosts = [json.loads(self._told(f"host/{node}")) for node in range(launcher.num_nodes)]
         address = own_address(launcher.node, hosts)
         if launcher.rank == 0:
@@ -246,7 +239,7 @@ class _NodeAgent:
             cluster, token = json.loads(self._told("ray"))
         self.node = RayNode(cluster, address, token, is_head=launcher.rank == 0, least_cpus=launcher.local_world_size)
         if launcher.rank == 0:
-            self._await(partial(self.node.answers, 0))
+            self._await(self.node.answers)
             self.store.set("ray", json.dumps([cluster, token]))
 
     def _read(self, key: str) -> bytes | None:
@@ -257,15 +250,15 @@ class _NodeAgent:
         return bytes(self._await(partial(self._read, key), START_S))
 
     def _command(self, command: Sequence[str]) -> int:
-        """Runs it once all nodes are there."""
+        """Runs it; when it connects to Ray, it waits until all nodes are there."""
         assert self.node is not None
-        self._await(partial(self.node.answers, self.launcher.num_nodes), START_S)
-        environment = {**self.node.environment, "RAY_ADDRESS": self.node.cluster}
-        running = self._running = subprocess.Popen(list(command), env=environment, preexec_fn=with_parent)
+        place = {"RAY_ADDRESS": self.node.cluster, NUM_NODES: str(self.launcher.num_nodes)}
+        environment = {**self.node.environment, **place}
+        running = self._running = subprocess.Popen(list(command), env=environment, preexec_fn=prepare_child)
         try:
             status = int(self._await(running.poll))
         finally:
-            ended(running)
+            terminating(running)
             self._running = None
         return status if status >= 0 else 128 - status  # a signal's number, as a shell gives it
 
@@ -341,13 +334,13 @@ class _Ended(Exception):
 # Addresses -----------------------------------------------------------------------------------------------
 
 
-def machine() -> str:
+def machine_name() -> str:
     """Returns a name for this machine, or for this container of it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
 
 
-def address_towards(host: str) -> str:
+def local_address_towards(host: str) -> str:
     """Returns this machine's address on the network by which it reaches ``host``; nothing is sent."""
     family = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
@@ -355,7 +348,9 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def own_address(node: int, hosts: Sequence[tuple[str, str]], towards: Callable[[str], str] = address_towards) -> str:
+def own_address(
+    node: int, hosts: Sequence[tuple[str, str]], towards: Callable[[str], str] = local_address_towards
+) -> str:
     """Returns the address by which the other nodes reach this one.
 
     Args:

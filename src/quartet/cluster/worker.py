@@ -17,14 +17,16 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import distributed
 
-from quartet.cluster.errors import Failure, Lost
-from quartet.cluster.futures import Noted, Upstream, fetched
+from quartet.cluster.errors import LostResult, WorkerFailure
+from quartet.cluster.futures import StoredResult, UpstreamFailed, fetch_arguments
 
 _NUMBERS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_port": 0}
 """Numbers of a ``RankInfo``, named in the environment in capitals, with what holds where there is none."""
 T = TypeVar("T")
 PATHS = "QUARTET_PATHS"
 """Variable of one machine: where it has what the driver has elsewhere, ``/of/the/driver:/of/this/machine``."""
+NUM_NODES = "QUARTET_NUM_NODES"
+"""Variable of the driver in an allocation: how many machines join its cluster."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -207,13 +209,13 @@ class ProcessInfo:
     devices: str | None
 
 
-class CallHead(NamedTuple):
+class CallHeader(NamedTuple):
     """A call but for its arguments; one value, since every argument of a remote call costs time.
 
     Args:
         names: of the last arguments, which are passed by keyword.
         answers: this rank's result counts; otherwise it returns None.
-        stays: the result comes in a tuple behind the note about it (``Noted``), to be stored by itself.
+        stays: the result comes in a tuple behind the note about it (``StoredResult``), to be stored by itself.
     """
 
     method: str
@@ -248,25 +250,26 @@ class WorkerWrapper:
         """Comes before ``build``, whose arguments may import what looks at the environment."""
         os.environ.update(environment)
 
-    def build(self, deferred: ClassWithArgs) -> Failure | None:
+    def build(self, deferred: ClassWithArgs) -> WorkerFailure | None:
         """Makes the worker."""
         self._worker = made = self._caught("__init__", deferred)
-        return made if isinstance(made, Failure) else None
+        return made if isinstance(made, WorkerFailure) else None
 
     def ping(self) -> int:
         return self._rank
 
     # Calls -----------------------------------------------------------------------------------------------
 
-    def call(self, head: CallHead, *values: Any) -> Any:
-        """Returns a method's result as ``head`` says; ``Failure`` or ``Lost`` in its place where there is none.
+    def call(self, head: CallHeader, *values: Any) -> Any:
+        """Returns a method's result as ``head`` says; ``WorkerFailure`` or ``LostResult`` in its place where there is
+        none.
 
         Args:
             values: arguments; each by itself, so that a back end can put a stored value in the place of its reference.
         """
 
         def called() -> Any:
-            given = fetched(self._fetch, values)
+            given = fetch_arguments(self._fetch, values)
             last = len(given) - len(head.names)
             method = getattr(self._worker, head.method)
             result = method(*given[:last], **dict(zip(head.names, given[last:], strict=True)))
@@ -274,20 +277,20 @@ class WorkerWrapper:
                 return None
             if not head.stays:
                 return result
-            value, note = (result.value, result.note) if isinstance(result, Noted) else (result, None)
+            value, note = (result.value, result.note) if isinstance(result, StoredResult) else (result, None)
             return note, value
 
         outcome = self._caught(head.method, called)
-        return (outcome, outcome) if head.stays and isinstance(outcome, Failure | Lost) else outcome
+        return (outcome, outcome) if head.stays and isinstance(outcome, WorkerFailure | LostResult) else outcome
 
     def _caught(self, method: str, work: Callable[[], Any]) -> Any:
-        """Returns what ``work`` returns, ``Failure`` or ``Lost`` where it raised."""
+        """Returns what ``work`` returns, ``WorkerFailure`` or ``LostResult`` where it raised."""
         try:
             return work()
-        except Upstream as error:
+        except UpstreamFailed as error:
             return error.outcome
         except USERS_OWN as error:
             sys.stdout.flush()
             sys.stderr.flush()
             where, pid = f"{self._group}.{method}", os.getpid()
-            return Failure.of(error, group=self._group, rank=self._rank, pid=pid, host=self._host, where=where)
+            return WorkerFailure.of(error, group=self._group, rank=self._rank, pid=pid, host=self._host, where=where)

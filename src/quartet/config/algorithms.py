@@ -31,12 +31,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from quartet.config.common import Strict
+from quartet.config.common import StrictModel
 from quartet.config.preference import REFERENCE_FREE, DPOLoss, PairLossConfig
 from quartet.config.strict import Nats, Responses, Tokens
 
 
-class ClippedLoss(Strict):
+class ClippedLoss(StrictModel):
     """Schulman et al. 2017: the ratio of each token is clipped."""
 
     name: Literal["clipped"] = "clipped"
@@ -47,7 +47,7 @@ class ClippedLoss(Strict):
     )
 
 
-class SequenceClippedLoss(Strict):
+class SequenceClippedLoss(StrictModel):
     """RLOO as published (Ahmadian et al. 2024): the completion is one action, its ratio the product over tokens."""
 
     name: Literal["sequence_clipped"] = "sequence_clipped"
@@ -55,7 +55,7 @@ class SequenceClippedLoss(Strict):
     clip_eps_high: float = Field(0.2, gt=0, description="A response's ratio is clipped at 1 plus this.")
 
 
-class GSPOLoss(Strict):
+class GSPOLoss(StrictModel):
     """Zheng et al. 2025: the ratio of a sequence, normalised by its length, is clipped for all of its tokens."""
 
     name: Literal["gspo"] = "gspo"
@@ -63,7 +63,7 @@ class GSPOLoss(Strict):
     clip_eps_high: float = Field(4e-4, gt=0, description="A response's ratio is clipped at 1 plus this.")
 
 
-class CISPOLoss(Strict):
+class CISPOLoss(StrictModel):
     """MiniMax 2025: the ratio is a clipped, constant weight of the log-probability, so no token loses its gradient."""
 
     name: Literal["cispo"] = "cispo"
@@ -73,7 +73,7 @@ class CISPOLoss(Strict):
     clip_eps_high: float = Field(0.28, gt=0, description="A token's weight is clipped at 1 plus this.")
 
 
-class SAPOLoss(Strict):
+class SAPOLoss(StrictModel):
     """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate of the ratio in the place of the clip."""
 
     name: Literal["sapo"] = "sapo"
@@ -81,7 +81,7 @@ class SAPOLoss(Strict):
     tau_neg: float = Field(1.05, gt=0, description="Steepness elsewhere: larger lets go of such tokens sooner.")
 
 
-class GMPOLoss(Strict):
+class GMPOLoss(StrictModel):
     """Geometric-mean policy optimisation (arXiv 2507.20673): log-ratios are clipped by token, then averaged."""
 
     name: Literal["gmpo"] = "gmpo"
@@ -89,7 +89,7 @@ class GMPOLoss(Strict):
     clip_eps_high: float = Field(0.4, gt=0, description="A token's log-ratio is held at this.")
 
 
-class ClipCovLoss(Strict):
+class ClipCovLoss(StrictModel):
     """Cui et al. 2025: the clipped loss, without some of the tokens whose covariance would narrow the policy most."""
 
     name: Literal["clip_cov"] = "clip_cov"
@@ -104,7 +104,7 @@ class ClipCovLoss(Strict):
             yield f"clip_cov_lb ({self.clip_cov_lb:g}) must be less than clip_cov_ub ({self.clip_cov_ub:g})"
 
 
-class KLCovLoss(Strict):
+class KLCovLoss(StrictModel):
     """Cui et al. 2025: no clip; the tokens of highest covariance are held by a penalty for leaving the old policy."""
 
     name: Literal["kl_cov"] = "kl_cov"
@@ -112,7 +112,7 @@ class KLCovLoss(Strict):
     ppo_kl_coef: float = Field(1.0, ge=0, description="Weight of the absolute log-ratio that holds them.")
 
 
-class ReinforceLoss(Strict):
+class ReinforceLoss(StrictModel):
     """Williams 1992: advantage times log-probability, no ratio."""
 
     name: Literal["reinforce"] = "reinforce"
@@ -146,7 +146,7 @@ Aggregation = Literal[
 # Parts ---------------------------------------------------------------------------------------------------
 
 
-class KLConfig(Strict):
+class KLConfig(StrictModel):
     """Penalty for leaving the reference policy; coefficient 0 loads no reference model."""
 
     coef: float = Field(0.05, ge=0, description="Weight of the KL; 0 loads no reference model.")
@@ -160,7 +160,7 @@ class KLConfig(Strict):
     horizon: Responses = Field(10_000, ge=1, description="Responses over which the adaptive coefficient moves.")
 
 
-class RejectionConfig(Strict):
+class RejectionConfig(StrictModel):
     """Responses whose ratio ``old / rollout`` is too far from 1 are not learned from."""
 
     statistic: Literal["geometric", "sequence"] = Field(
@@ -172,7 +172,7 @@ class RejectionConfig(Strict):
     )
 
 
-class OffPolicyConfig(Strict):
+class OffPolicyConfig(StrictModel):
     """Importance weights ``old / rollout``: of the trainer's policy over the engine's that sampled."""
 
     level: Literal["token", "sequence"] = Field("token", description="One weight per token, or one per response.")
@@ -187,7 +187,7 @@ class OffPolicyConfig(Strict):
     )
 
 
-class DynamicSamplingConfig(Strict):
+class DynamicSamplingConfig(StrictModel):
     """Groups whose members all have the same score are dropped and new prompts sampled until the step is full."""
 
     max_prompts_factor: float = Field(
@@ -195,7 +195,7 @@ class DynamicSamplingConfig(Strict):
     )
 
 
-class OverlongConfig(Strict):
+class OverlongConfig(StrictModel):
     """Yu et al. 2025 (DAPO): the last ``buffer`` tokens before the limit cost up to ``penalty``, linearly."""
 
     buffer: Tokens = Field(ge=1, description="Tokens that cost something; less than rollout.sampling.max_new_tokens.")
@@ -205,7 +205,7 @@ class OverlongConfig(Strict):
 # Methods -------------------------------------------------------------------------------------------------
 
 
-class PolicyGradient(Strict):
+class PolicyGradient(StrictModel):
     """What every method with a policy loss has."""
 
     policy_loss: PolicyLossConfig = Field(ClippedLoss(), description="How ratio and advantage make a token's loss.")
@@ -219,7 +219,7 @@ class PolicyGradient(Strict):
     )
 
 
-class ScoredAlgorithm(Strict):
+class ScoredAlgorithm(StrictModel):
     """Methods that learn from scores."""
 
     default_responses: ClassVar[int] = 1
@@ -277,7 +277,7 @@ class GroupAlgorithm(RewardedAlgorithm):
     )
 
 
-class GroupRelative(GroupAlgorithm):
+class GroupRelativeAlgorithm(GroupAlgorithm):
     """The score less the group's mean, over its standard deviation if asked for."""
 
     kl: KLConfig = KLConfig(coef=0.0, estimator="k3", place="loss")
@@ -286,14 +286,14 @@ class GroupRelative(GroupAlgorithm):
     )
 
 
-class GRPO(GroupRelative):
+class GRPO(GroupRelativeAlgorithm):
     """Shao et al. 2024: advantages relative to the group; every response weighs the same, however long."""
 
     name: Literal["grpo"] = "grpo"
     aggregation: Aggregation = "sequence_mean_token_mean"
 
 
-class DrGRPO(GroupRelative):
+class DrGRPO(GroupRelativeAlgorithm):
     """Liu et al. 2025: GRPO without its two biases, the division by the deviation and that by the length."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
@@ -301,7 +301,7 @@ class DrGRPO(GroupRelative):
     aggregation: Aggregation = "sequence_mean_token_sum_norm"
 
 
-class DAPO(GroupRelative):
+class DAPO(GroupRelativeAlgorithm):
     """Yu et al. 2025: clip-higher, dynamic sampling, token mean; ``overlong`` adds the soft length penalty."""
 
     name: Literal["dapo"] = "dapo"
@@ -309,7 +309,7 @@ class DAPO(GroupRelative):
     dynamic_sampling: DynamicSamplingConfig | None = DynamicSamplingConfig()
 
 
-class GSPO(GroupRelative):
+class GSPO(GroupRelativeAlgorithm):
     """Zheng et al. 2025: GRPO's advantages under the length-normalised ratio of the sequence."""
 
     name: Literal["gspo"] = "gspo"
@@ -317,14 +317,14 @@ class GSPO(GroupRelative):
     aggregation: Aggregation = "sequence_mean_token_mean"
 
 
-class CISPO(GroupRelative):
+class CISPO(GroupRelativeAlgorithm):
     """MiniMax 2025: GRPO's advantages under clipped importance weights."""
 
     name: Literal["cispo"] = "cispo"
     policy_loss: PolicyLossConfig = CISPOLoss()
 
 
-class GPG(GroupRelative):
+class GPG(GroupRelativeAlgorithm):
     """Chu et al. 2025: group policy gradient, GRPO's centred rewards under the plain policy gradient."""
 
     name: Literal["gpg"] = "gpg"
@@ -335,7 +335,7 @@ class GPG(GroupRelative):
     )
 
 
-class SAPO(GroupRelative):
+class SAPO(GroupRelativeAlgorithm):
     """Soft adaptive policy optimisation (arXiv 2511.20347): GRPO's advantages under a smooth gate of the ratio."""
 
     name: Literal["sapo"] = "sapo"
@@ -343,7 +343,7 @@ class SAPO(GroupRelative):
     aggregation: Aggregation = "sequence_mean_token_mean"
 
 
-class GMPO(GroupRelative):
+class GMPO(GroupRelativeAlgorithm):
     """Geometric-mean policy optimisation (arXiv 2507.20673): GRPO's advantages under a mean of clipped log-ratios."""
 
     name: Literal["gmpo"] = "gmpo"
@@ -351,7 +351,7 @@ class GMPO(GroupRelative):
     aggregation: Aggregation = "sequence_mean_token_mean"
 
 
-class GDPO(GroupRelative):
+class GDPO(GroupRelativeAlgorithm):
     """Liu et al. 2026: each reward normalised within its group, then added up, then whitened over the step."""
 
     name: Literal["gdpo"] = "gdpo"
@@ -360,7 +360,7 @@ class GDPO(GroupRelative):
     whiten_advantages: bool | Literal["mean"] = True
 
 
-class PassAtK(GroupRelative):
+class PassAtK(GroupRelativeAlgorithm):
     """Chen et al. 2025: what is rewarded is the best of ``k`` responses, over all ways to choose them from a group."""
 
     name: Literal["pass_at_k"] = "pass_at_k"
@@ -421,11 +421,11 @@ class ReMax(RewardedAlgorithm):
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
 
 
-class Selection(ScoredAlgorithm):
+class SelectionAlgorithm(ScoredAlgorithm):
     """Methods that learn from the best responses of a group (and the worst). Groups of equal scores teach nothing."""
 
 
-class BestOfN(Selection):
+class BestOfN(SelectionAlgorithm):
     """Rejection-sampling fine-tuning: the best ``keep`` responses of each group become demonstrations."""
 
     default_responses: ClassVar[int] = 8
@@ -435,7 +435,7 @@ class BestOfN(Selection):
     aggregation: Aggregation = Field("token_mean", description="How tokens' losses make one: docs/algorithms.md.")
 
 
-class OnlineDPO(Selection):
+class OnlineDPO(SelectionAlgorithm):
     """Guo et al. 2024: the best and the worst response of each group are a preference pair.
 
     The pair's ``margin`` is the difference of their scores.
@@ -485,12 +485,12 @@ AlgorithmConfig = Annotated[PolicyGradientConfig | SelectionConfig, Field(discri
 _NO_KL = KLConfig(coef=0.0)
 
 
-def kl_term(algorithm: Strict) -> KLConfig:
+def kl_term(algorithm: StrictModel) -> KLConfig:
     """Returns the KL term of a method; coefficient 0 where it has none."""
     return algorithm.kl if isinstance(algorithm, RewardedAlgorithm) else _NO_KL
 
 
-def keeps_trajectories_whole(algorithm: Strict) -> bool:
+def keeps_trajectories_whole(algorithm: StrictModel) -> bool:
     """Tells whether the loss has a ratio or a weight of the trajectory, which needs all of its sequences at once."""
     if not isinstance(algorithm, PolicyGradient):
         return False
@@ -499,7 +499,7 @@ def keeps_trajectories_whole(algorithm: Strict) -> bool:
     return is_weighted or isinstance(algorithm.policy_loss, SEQUENCE_LOSSES)
 
 
-def reads_old_logprobs(algorithm: Strict) -> bool:
+def reads_old_logprobs(algorithm: StrictModel) -> bool:
     """Tells whether ``old_logprobs`` are needed beside the ratio: for what depends on all tokens of a step or a
     mini-batch (which are left out or held, a mean of weights, a baseline), and so must be known before the first
     update.
@@ -512,7 +512,7 @@ def reads_old_logprobs(algorithm: Strict) -> bool:
     return is_corrected or is_chosen or isinstance(algorithm, OptimalTokenBaseline)
 
 
-def reads_reference(algorithm: Strict) -> bool:
+def reads_reference(algorithm: StrictModel) -> bool:
     """Tells whether ``ref_logprobs`` are needed: by a KL term, by a loss on pairs, or as those of the teacher."""
     if isinstance(algorithm, OnlineDPO):
         return not isinstance(algorithm.loss, REFERENCE_FREE)

@@ -13,29 +13,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Discriminator, Field, Tag
 
 from quartet.config import rewards
-from quartet.config.engines import NativeEngineConfig, RoutedEngine, Speculation, VLLMEngineConfig
-from quartet.config.plugins import sections
-from quartet.config.rewards import Fallible, ModelSource, RewardSourceConfig
+from quartet.config.engines import BaseSpeculationConfig, NativeEngineConfig, RoutedEngineConfig, VLLMEngineConfig
+from quartet.config.plugins import config_classes_by_type
+from quartet.config.rewards import BaseModelReward, FallibleReward, RewardSourceConfig
 
 if TYPE_CHECKING:
-    EngineConfig = NativeEngineConfig | RoutedEngine
+    EngineConfig = NativeEngineConfig | RoutedEngineConfig
     RewardConfig = RewardSourceConfig
-    SpeculationConfig = Speculation
+    SpeculationConfig = BaseSpeculationConfig
 else:
 
     def _engine_type(engine: Any) -> str | None:
         return str(engine.get("type", "native")) if isinstance(engine, dict) else getattr(engine, "type", None)
 
-    _ENGINES = sections("engines", RoutedEngine, {"native": NativeEngineConfig, "vllm": VLLMEngineConfig})
+    _ENGINES = config_classes_by_type(
+        "engines", RoutedEngineConfig, {"native": NativeEngineConfig, "vllm": VLLMEngineConfig}
+    )
     _TAGGED = tuple(Annotated[section, Tag(name)] for name, section in _ENGINES.items())
     EngineConfig = Annotated[reduce(or_, _TAGGED), Discriminator(_engine_type)]
     _SOURCES = [
         each for each in vars(rewards).values() if isinstance(each, type) and issubclass(each, RewardSourceConfig)
     ]
     _OWN = {each.model_fields["type"].default: each for each in _SOURCES if "type" in each.model_fields}
-    _REWARDS = sections("rewards", lambda kind: Fallible if kind.model is None else ModelSource, _OWN)
+    _REWARDS = config_classes_by_type(
+        "rewards", lambda kind: FallibleReward if kind.model is None else BaseModelReward, _OWN
+    )
     RewardConfig = Annotated[reduce(or_, _REWARDS.values()), Field(discriminator="type")]
-    _DRAFTERS = tuple(sections("drafters", Speculation).values())
-    SpeculationConfig = reduce(or_, _DRAFTERS or (Speculation,))
+    _DRAFTERS = tuple(config_classes_by_type("drafters", BaseSpeculationConfig).values())
+    SpeculationConfig = reduce(or_, _DRAFTERS or (BaseSpeculationConfig,))
     if len(_DRAFTERS) > 1:
         SpeculationConfig = Annotated[SpeculationConfig, Field(discriminator="type")]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import AfterValidator, Field, JsonValue, field_validator
 
 from quartet.config.strict import Processes, Rows, Steps, Tokens
-from quartet.config.strict import Strict as Strict
+from quartet.config.strict import StrictModel as StrictModel
 
 # Models, optimisation ------------------------------------------------------------------------------------
 
 
-class HubConfig(Strict):
+class HubConfig(StrictModel):
     """What a section says of a model on the hub beside its name."""
 
     revision: str | None = Field(
@@ -69,7 +69,7 @@ PrecisionChoice = Literal["auto", "fp32", "bf16"]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimConfig(Strict):
+class OptimConfig(StrictModel):
     """AdamW with linear warm-up."""
 
     lr: float = Field(1e-5, gt=0, description="Learning rate at its peak.")
@@ -89,7 +89,7 @@ class OptimConfig(Strict):
 ALL_LINEAR = "all-linear"
 
 
-class ShardingConfig(Strict):
+class ShardingConfig(StrictModel):
     """How a role's processes hold its model: processes = copies × shard × context × tensor.
 
     Those of one ``context`` and ``tensor`` have the same part of every batch, and token budgets are theirs together.
@@ -148,7 +148,7 @@ class ShardingConfig(Strict):
         return f"{key} is {product}, but the model has {there}, of which the product must be a divisor: {fitting}"
 
 
-class LoRAConfig(Strict):
+class LoRAConfig(StrictModel):
     """Low-rank adapters (Hu et al. 2021): ``W + alpha / rank · B A``, of which only ``A`` and ``B`` are trained.
 
     The scalar head of a critic or reward model is trained in full beside them.
@@ -179,7 +179,7 @@ class LoRAConfig(Strict):
         return value
 
 
-class TrainConfig(Strict):
+class TrainConfig(StrictModel):
     """How one model is trained: optimizer, precision, micro-batch budgets in tokens."""
 
     optim: OptimConfig = OptimConfig()
@@ -206,7 +206,7 @@ class TrainConfig(Strict):
 # Data ----------------------------------------------------------------------------------------------------
 
 
-class _Rows(Strict):
+class _Rows(StrictModel):
     """Which rows are read, and under which names."""
 
     path: str | None = Field(None, description="File, directory, URL, or hub name (owner/name).")
@@ -272,7 +272,7 @@ class DataConfig(_Rows):
         return () if self.path is None else (SourceConfig(**own),)
 
 
-class SamplingConfig(Strict):
+class SamplingConfig(StrictModel):
     """How tokens are drawn."""
 
     temperature: float = Field(1.0, ge=0, description="Divides the logits; 0 is greedy.")
@@ -303,13 +303,13 @@ class SamplingConfig(Strict):
 # What every job has ---------------------------------------------------------------------------------------
 
 
-def untrained(sampling: SamplingConfig) -> list[str]:
+def training_only_settings(sampling: SamplingConfig) -> list[str]:
     """Returns complaints about sampling settings that only training uses, such as ``truncated_logprobs``."""
     said = "sampling.truncated_logprobs is for rollouts that are trained on and has no effect here: leave it out"
     return [said] if sampling.truncated_logprobs else []
 
 
-class CheckpointConfig(Strict):
+class CheckpointConfig(StrictModel):
     """When everything is saved that a resumed run needs."""
 
     every_steps: int = Field(50, ge=1, description="Steps between checkpoints; one more at the end, and on Ctrl-C.")
@@ -329,7 +329,7 @@ class CheckpointConfig(Strict):
     )
 
 
-class TrackerConfig(Strict):
+class BaseTrackerConfig(StrictModel):
     """Where metrics and samples also go: a section of a ``type``; those of plug-ins are subclasses."""
 
     if TYPE_CHECKING:
@@ -343,19 +343,19 @@ class TrackerConfig(Strict):
         """
 
 
-class TensorBoardConfig(TrackerConfig):
+class TensorBoardConfig(BaseTrackerConfig):
     """Event files for TensorBoard, in the run's directory."""
 
     type: Literal["tensorboard"] = "tensorboard"
 
 
-class LocalCluster(Strict):
+class LocalCluster(StrictModel):
     """Every role in the one process of the command; they take turns."""
 
     type: Literal["local"] = "local"
 
 
-class RayCluster(Strict):
+class RayCluster(StrictModel):
     """A process per device of each pool, started by Ray: on this machine, or on a cluster that is there."""
 
     type: Literal["ray"] = "ray"
@@ -373,7 +373,7 @@ class RayCluster(Strict):
     max_restarts: int = Field(3, ge=0, description="How often a run replaces workers that died.")
 
 
-class TorchrunCluster(Strict):
+class TorchrunCluster(StrictModel):
     """The processes that torchrun has started: a recipe becomes one for them by being started so."""
 
     type: Literal["torchrun"] = "torchrun"
@@ -383,7 +383,7 @@ ClusterConfig = Annotated[LocalCluster | RayCluster, Field(discriminator="type")
 SupervisedClusterConfig = Annotated[LocalCluster | RayCluster | TorchrunCluster, Field(discriminator="type")]
 
 
-def device_misfits(cluster: LocalCluster | RayCluster | TorchrunCluster, device: str) -> Iterator[str]:
+def device_conflicts(cluster: LocalCluster | RayCluster | TorchrunCluster, device: str) -> Iterator[str]:
     """Tells why a recipe cannot have this ``device``, if it cannot. Ray gives each process its GPUs already."""
     if isinstance(cluster, TorchrunCluster) and device.startswith("cuda:"):
         yield f"each process of a torchrun takes a GPU of its own: set device: cuda in place of {device}"
@@ -396,13 +396,13 @@ def device_misfits(cluster: LocalCluster | RayCluster | TorchrunCluster, device:
             yield f"device is cpu, but cluster.gpus_per_process is {cluster.gpus_per_process:g}: leave out either"
 
 
-class WeightSyncConfig(Strict):
+class WeightSyncConfig(StrictModel):
     """How new weights come to engines that have their own copy."""
 
     timeout_s: float = Field(120.0, gt=0, description="Longest silence of either end.")
 
 
-class OffloadConfig(Strict):
+class OffloadConfig(StrictModel):
     """Where parts go that must leave their device for others; only pools with budget_bytes ever move any."""
 
     to: Literal["mapped_files", "pinned_memory"] = Field(

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, JsonValue
 
-from quartet.config.common import SamplingConfig, Strict
+from quartet.config.common import SamplingConfig, StrictModel
 from quartet.config.strict import Devices, Processes, Sequences, Steps, Tokens
 
 if TYPE_CHECKING:
     from quartet.config.recipe import RLRecipe
 
 
-class Served(Strict):
+class ServedEngineConfig(StrictModel):
     """What engines have that generate at their own pace.
 
     Attributes:
@@ -42,7 +42,7 @@ class Served(Strict):
     )
 
 
-class _Processes(Served):
+class _Processes(ServedEngineConfig):
     start_timeout_s: float = Field(600.0, gt=0, description="Longest start of an engine's process.")
     stall_timeout_s: float = Field(300.0, gt=0, description="Longest silence of an engine's process that has work.")
 
@@ -70,7 +70,7 @@ class NativeEngineConfig(_Processes):
         return self.max_running
 
 
-class RoutedEngine(Served):
+class RoutedEngineConfig(ServedEngineConfig):
     """What all engines but the native one have; sections of plug-ins are subclasses."""
 
     max_outstanding: Sequences = Field(256, ge=1, description="Requests sent to one engine at a time.")
@@ -90,7 +90,7 @@ class RoutedEngine(Served):
         return 1
 
 
-class VLLMEngineConfig(RoutedEngine, _Processes):
+class VLLMEngineConfig(RoutedEngineConfig, _Processes):
     """vLLM in processes and an environment of its own."""
 
     has_our_sampler = True
@@ -135,12 +135,12 @@ class VLLMEngineConfig(RoutedEngine, _Processes):
         return self.engines * min(self.max_num_seqs, self.max_outstanding)
 
 
-def is_served(engine: Served) -> bool:
+def is_served(engine: ServedEngineConfig) -> bool:
     """Tells whether the engine generates at its own pace, apart from the process that asks."""
     return not isinstance(engine, NativeEngineConfig) or engine.process
 
 
-def draw_misfits(key: str, sampling: SamplingConfig, engine: Served) -> Iterator[str]:
+def sampling_conflicts(key: str, sampling: SamplingConfig, engine: ServedEngineConfig) -> Iterator[str]:
     """Says why the engine cannot draw as the section ``key`` asks, if it cannot."""
     if sampling.draw == "gumbel" and not engine.has_our_sampler:
         yield (
@@ -149,7 +149,7 @@ def draw_misfits(key: str, sampling: SamplingConfig, engine: Served) -> Iterator
         )
 
 
-class Speculation(Strict):
+class BaseSpeculationConfig(StrictModel):
     """A section of a ``type``. A key ``path`` in it names the drafter's model: a directory, its URL, or the hub's."""
 
     if TYPE_CHECKING:

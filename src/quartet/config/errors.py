@@ -25,7 +25,7 @@ _UNSAFE = re.compile(
 )
 
 
-def printable(text: str) -> str:
+def escape_control(text: str) -> str:
     r"""Writes ``text`` with every control, direction and invisible character as Python does (``\x1b``, ``\u202e``).
 
     Line feeds and tabs stay, and so do the joiners that scripts and emoji need. What is safe comes back unchanged, so
@@ -42,7 +42,8 @@ class UserError(Exception):
     """A three-part message: what is wrong, what was found, what to do instead.
 
     The command line prints it without a traceback and exits with status 2; Python users catch it. What was found may be
-    foreign text of any length: the message holds the beginning of each part, as ``printable`` writes it.
+    foreign text of any length: the message holds the beginning of each part, as ``escape_control`` writes
+    it.
     """
 
     def __init__(self, problem: str, *, found: str, remedy: str) -> None:
@@ -59,7 +60,7 @@ class UserError(Exception):
 def _shown(text: str) -> str:
     if len(text) > _MAX_SHOWN:
         text = f"{text[:_MAX_SHOWN]}… ({len(text):,} characters)"
-    return printable(text)
+    return escape_control(text)
 
 
 class Interrupted(Exception):
@@ -86,7 +87,7 @@ _LARGEST = 3.4028234663852886e38
 """Of float32, in which scores are kept; what lies beyond would become an infinity there."""
 
 
-def as_score(value: Any) -> float | str:
+def parse_score(value: Any) -> float | str:
     """Reads ``value`` as a float: a number of Python, or a scalar of numpy or torch. Where it is no number that float32
     holds, returns a description of what it is.
     """
@@ -105,12 +106,12 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 160 else text[:110] + " … " + text[-40:]
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns ``Type: message``, the message cut where it is long."""
     return f"{type(error).__name__}: {error}"[:2000]
 
 
-def raised_at(error: BaseException) -> str | None:
+def error_location(error: BaseException) -> str | None:
     """Says where it was raised, ``file, line n, in function``, in code that is not the package's own; None where that
     cannot be told.
     """

@@ -15,30 +15,30 @@ from quartet.config.common import (
     PrecisionChoice,
     SamplingConfig,
     ShardingConfig,
-    Strict,
-    untrained,
+    StrictModel,
+    training_only_settings,
 )
-from quartet.config.engines import NativeEngineConfig, draw_misfits
-from quartet.config.rewards import JudgeReward, PairwiseJudge, compiled
+from quartet.config.engines import NativeEngineConfig, sampling_conflicts
+from quartet.config.rewards import JudgeReward, PairwiseJudge, compile_pattern
 from quartet.config.run import Recipe
 from quartet.config.strict import Prompts, Samples
 
 # What counts as right --------------------------------------------------------------------------------------
 
 
-class TextAnswer(Strict):
+class TextAnswer(StrictModel):
     """The whole completion, white space around it aside."""
 
     type: Literal["text"] = "text"
 
 
-class NumberAnswer(Strict):
+class NumberAnswer(StrictModel):
     """The last number of the completion, compared by value: ``1,234`` and ``1234.0`` are one answer."""
 
     type: Literal["number"] = "number"
 
 
-class RegexAnswer(Strict):
+class RegexAnswer(StrictModel):
     r"""The last match of ``pattern``, its first group if it has one, e.g. ``\\boxed\{(.*?)\}``."""
 
     type: Literal["regex"] = "regex"
@@ -47,13 +47,13 @@ class RegexAnswer(Strict):
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, pattern: str) -> str:
-        return compiled(pattern).pattern
+        return compile_pattern(pattern).pattern
 
 
 AnswerConfig = Annotated[TextAnswer | NumberAnswer | RegexAnswer, Field(discriminator="type")]
 
 
-class GradingConfig(Strict):
+class GradingConfig(StrictModel):
     """From scores to right and wrong, and from several samples to figures."""
 
     threshold: float = Field(1.0, description="An answer is right for a source that scores it at least this.")
@@ -78,7 +78,7 @@ class GradingConfig(Strict):
 
 def _sampling_misfits(config: EvaluationConfig | EvalRecipe) -> Iterator[str]:
     """Tells in one text what of ``samples_per_prompt``, ``sampling`` and ``grading`` does not fit together."""
-    samples, grading, found = config.samples_per_prompt, config.grading, untrained(config.sampling)
+    samples, grading, found = config.samples_per_prompt, config.grading, training_only_settings(config.sampling)
     if samples > 1 and config.sampling.temperature == 0:
         found.append(
             f"sampling.temperature is 0, so all {samples} samples of a prompt would be the same; "
@@ -95,7 +95,7 @@ def _sampling_misfits(config: EvaluationConfig | EvalRecipe) -> Iterator[str]:
 # During training -------------------------------------------------------------------------------------------
 
 
-class AlarmConfig(Strict):
+class AlarmConfig(StrictModel):
     """Reward-hacking alarm: the training reward rises while the held-out score falls, both beyond noise."""
 
     false_alarm_rate: float = Field(
@@ -107,7 +107,7 @@ class AlarmConfig(Strict):
     examples: Prompts = Field(8, ge=0, description="Held-out prompts shown with an alarm.")
 
 
-class EvaluationConfig(Strict):
+class EvaluationConfig(StrictModel):
     """Held-out evaluation during training."""
 
     data: DataConfig | None = Field(None, description="Held-out prompts; left out where Python passes them.")
@@ -189,7 +189,7 @@ class EvalRecipe(Recipe):
     )
 
     def _misfits(self) -> Iterator[str]:
-        yield from draw_misfits("sampling", self.sampling, self.engine)
+        yield from sampling_conflicts("sampling", self.sampling, self.engine)
         if self.compare is not None and self.engine.has_own_weights:
             yield f"engine {self.engine.type} would answer for compare.model, too: evaluate each by itself"
         for i, source in enumerate(self.rewards):

@@ -17,29 +17,39 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from quartet.config.choices import EngineConfig
-from quartet.config.common import Strict
+from quartet.config.common import StrictModel
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.errors import UserError, read_error
-from quartet.config.nearest import missing_file, nearest
-from quartet.config.plugins import jobs, recipes
+from quartet.config.nearest import missing_file_error, suggest_name
+from quartet.config.plugins import all_jobs, recipe_classes
 from quartet.config.run import Recipe
-from quartet.config.strict import chosen_member, dotted_fields, explain, item_annotation, members, shortened, tags
-from quartet.config.yamls import dump_yaml, parse_yaml, yaml_complaint
+from quartet.config.strict import (
+    as_user_error,
+    choose_union_member,
+    discriminator_values,
+    dotted_fields,
+    item_annotation,
+    short_repr,
+    union_members,
+)
+from quartet.config.yamls import describe_yaml_error, dump_yaml, parse_yaml
 
 
 @cache
-def methods() -> Mapping[str, Mapping[str, Any]]:
+def job_methods() -> Mapping[str, Mapping[str, Any]]:
     """Returns the jobs that have a choice of methods, and the choices."""
     return {
-        name: tags(members(dict(dotted_fields(recipes()[name]))[job.methods].annotation))[1]
-        for name, job in jobs().items()
+        name: discriminator_values(union_members(dict(dotted_fields(recipe_classes()[name]))[job.methods].annotation))[
+            1
+        ]
+        for name, job in all_jobs().items()
         if job.methods is not None
     }
 
 
-def no_such_job(name: str) -> UserError:
+def unknown_job_error(name: str) -> UserError:
     """Makes the error for a job that there is not."""
-    remedy = nearest(name, jobs()) or f"use one of {', '.join(jobs())}"
+    remedy = suggest_name(name, all_jobs()) or f"use one of {', '.join(all_jobs())}"
     return UserError("there is no such job", found=repr(name), remedy=remedy)
 
 
@@ -63,31 +73,31 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
     if data.get("job", job) != job:
         found = f"job: {data['job']}, asked for {job}"
         raise UserError(f"{label} is for another job", found=found, remedy="run that job, or change `job:`")
-    model = recipes()[job]
+    model = recipe_classes()[job]
     try:
         # Through JSON: strict there still takes a list for a tuple, but no "3" for 3 and no true for 1.
         return model.model_validate_json(json.dumps(_with_defaults(model, data)), strict=True)
     except ValidationError as error:
-        raise explain(error, model, label) from None
+        raise as_user_error(error, model, label) from None
 
 
-def job_named(path: str | Path, overrides: Sequence[str] = ()) -> str:
+def read_job_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
     """Returns the job that a recipe says it is for, under ``job``.
 
     Raises:
         UserError: it says none, or cannot be read.
     """
     job = _overridden("sft", path, overrides).get("job")
-    if not isinstance(job, str) or job not in jobs():
+    if not isinstance(job, str) or job not in all_jobs():
         raise UserError(
             "the recipe does not say which job it is for",
             found=f"{path}: job: {job}" if job is not None else f"{path} has no `job:`",
-            remedy=f"write `job: sft` into it, or add job=sft; one of {', '.join(jobs())}",
+            remedy=f"write `job: sft` into it, or add job=sft; one of {', '.join(all_jobs())}",
         )
     return job
 
 
-class _Served(Strict):
+class _Served(StrictModel):
     engine: EngineConfig = NativeEngineConfig(process=True)
 
 
@@ -104,13 +114,13 @@ def load_engine(overrides: Sequence[str]) -> EngineConfig:
     try:
         return _Served.model_validate_json(json.dumps(_with_defaults(_Served, data)), strict=True).engine
     except ValidationError as error:
-        raise explain(error, _Served, "the engine") from None
+        raise as_user_error(error, _Served, "the engine") from None
 
 
 def _overridden(job: str, path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Reads the keys of a recipe with overrides, not checked yet."""
-    if job not in jobs():
-        raise no_such_job(job)
+    if job not in all_jobs():
+        raise unknown_job_error(job)
     data = {} if path is None else _read(Path(path), f"write one with `quartet init {job} > recipe.yaml`")
     for override in overrides:
         if override.startswith("@"):
@@ -143,12 +153,12 @@ def _read(path: Path, otherwise: str | None = None) -> dict[str, Any]:
     """
     try:
         if not path.is_file():
-            raise missing_file("there is no such recipe", path, otherwise)
+            raise missing_file_error("there is no such recipe", path, otherwise)
         value = parse_yaml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise read_error(path, error) from None
     except yaml.YAMLError as error:
-        complaint, line = yaml_complaint(error)
+        complaint, line = describe_yaml_error(error)
         place = f"{path}" if line is None else f"{path}, line {line}"
         raise UserError(
             "the recipe is not valid YAML", found=f"{place}: {complaint}", remedy="mend that line"
@@ -157,7 +167,7 @@ def _read(path: Path, otherwise: str | None = None) -> dict[str, Any]:
         raise UserError("the recipe is not UTF-8 text", found=f"{path}: {error}", remedy="save it as UTF-8") from None
     if isinstance(value, dict | None):
         return value or {}
-    found = f"{path}: {shortened(value)} ({type(value).__name__})"
+    found = f"{path}: {short_repr(value)} ({type(value).__name__})"
     raise UserError("a recipe is a mapping of keys to values", found=found, remedy="write lines like `steps: 100`")
 
 
@@ -179,7 +189,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise UserError(
             "an override is written key=value, or @fragment.yaml",
-            found=shortened(override),
+            found=short_repr(override),
             remedy="for example actor.train.optim.lr=1e-6",
         )
     try:
@@ -187,7 +197,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         raise UserError(
             f"the value of override {dotted} is not valid YAML",
-            found=f"{shortened(text)}: {yaml_complaint(error)[0]}",
+            found=f"{short_repr(text)}: {describe_yaml_error(error)[0]}",
             remedy=f"quote it twice, for the shell and for YAML: {dotted}='\"…\"'",
         ) from None
     if isinstance(value, str) and text.lstrip()[:1] not in ("'", '"', "|", ">", "!", "&"):
@@ -250,9 +260,11 @@ def _fill(annotation: Any, value: Any, default: Any) -> Any:
     if isinstance(value, list):
         inner = item_annotation(annotation)
         return [_fill(inner, item, None) for item in value]
-    if not isinstance(value, dict) or not members(annotation):
+    if not isinstance(value, dict) or not union_members(annotation):
         return value
-    if isinstance(default, BaseModel) and chosen_member(annotation, {**default.model_dump(), **value}) is type(default):
+    if isinstance(default, BaseModel) and choose_union_member(annotation, {**default.model_dump(), **value}) is type(
+        default
+    ):
         return _with_defaults(type(default), value, default)
-    member = chosen_member(annotation, value)
+    member = choose_union_member(annotation, value)
     return value if member is None else _with_defaults(member, value)

@@ -23,7 +23,7 @@ JOINT = " + "
 """Between the columns whose texts make one."""
 
 
-def usual_columns(needs: Iterable[str], row: Mapping[str, Any]) -> dict[str, str]:
+def guess_columns(needs: Iterable[str], row: Mapping[str, Any]) -> dict[str, str]:
     """Returns our columns that a row lacks → those that it has under a usual name; none twice."""
     needs = list(needs)
     if "messages" in row:
@@ -31,7 +31,7 @@ def usual_columns(needs: Iterable[str], row: Mapping[str, Any]) -> dict[str, str
     if "prompt" in needs and "prompt" not in row:
         for column in COLUMNS["messages"]:
             if isinstance(row.get(column), (list, str)):
-                rest = usual_columns((name for name in needs if name not in ("prompt", "completion")), row)
+                rest = guess_columns((name for name in needs if name not in ("prompt", "completion")), row)
                 return {"messages": column, **rest}
     found: dict[str, str] = {}
     for name in (name for name in needs if name not in row):
@@ -47,13 +47,13 @@ def usual_columns(needs: Iterable[str], row: Mapping[str, Any]) -> dict[str, str
     return found
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def suggest_name(name: str, known: Iterable[str]) -> str | None:
     """Returns ``did you mean …?`` with the nearest of ``known``, or None where nothing is near."""
     close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else None
 
 
-def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -> UserError:
+def missing_file_error(problem: str, path: str | Path, otherwise: str | None = None) -> UserError:
     """Makes the error for a file that is not there, with the nearest name in its folder. ``otherwise`` is the remedy
     where no name is near; without it, where paths start.
     """
@@ -61,5 +61,5 @@ def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -
     if path.is_dir():
         return UserError(problem, found=f"{path} is a folder", remedy="name a file in it")
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    remedy = nearest(path.name, names) or otherwise or f"paths start at {Path.cwd()}"
+    remedy = suggest_name(path.name, names) or otherwise or f"paths start at {Path.cwd()}"
     return UserError(problem, found=str(path), remedy=remedy)

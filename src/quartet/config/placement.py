@@ -1,8 +1,8 @@
 """Placements: which role works on which devices, what shares what, and what may overlap.
 
-One class per placement, each with only its own fields. ``resolve`` turns any of them into the same plain structure
-(pools, role → pool, admission rule, when scoring begins), so that nothing behind it knows which placement was asked
-for.
+One class per placement, each with only its own fields. ``resolve_placement`` turns any of them into the same plain
+structure (pools, role → pool, admission rule, when scoring begins), so that nothing behind it knows which placement was
+asked for.
 
 ================== ======================================================== ==========================================
 ``type``           pools                                                    scoring begins
@@ -24,7 +24,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from quartet.config.common import Strict
+from quartet.config.common import StrictModel
 from quartet.config.errors import UserError
 from quartet.config.strict import Processes
 
@@ -39,7 +39,7 @@ HEADS: Role = "heads"
 # What a recipe says --------------------------------------------------------------------------------------
 
 
-class DevicesConfig(Strict):
+class DevicesConfig(StrictModel):
     """``nodes`` machines with ``processes`` each, one device per process."""
 
     processes: Processes = Field(1, ge=1, description="Processes on each node.")
@@ -61,7 +61,7 @@ class NamedPoolConfig(PoolConfig):
     roles: tuple[Role, ...] = Field(min_length=1, description="Roles that work on these devices.")
 
 
-class SeparatedPlacement(Strict):
+class SeparatedPlacement(StrictModel):
     """Every role on devices of its own."""
 
     type: Literal["separated"] = "separated"
@@ -76,7 +76,7 @@ class SeparatedPlacement(Strict):
     )
 
 
-class ForwardOffloadPlacement(Strict):
+class ForwardOffloadPlacement(StrictModel):
     """Two models share devices and take turns in forward passes; actor and critic train at the same time."""
 
     type: Literal["forward_offload"] = "forward_offload"
@@ -87,7 +87,7 @@ class ForwardOffloadPlacement(Strict):
     )
 
 
-class HomogeneousPlacement(Strict):
+class HomogeneousPlacement(StrictModel):
     """All four models take turns on one pool; the rollout engine has its own."""
 
     type: Literal["homogeneous"] = "homogeneous"
@@ -95,14 +95,14 @@ class HomogeneousPlacement(Strict):
     models: PoolConfig = Field(description="Devices of actor, critic, reference and reward models.")
 
 
-class FullOffloadPlacement(Strict):
+class FullOffloadPlacement(StrictModel):
     """Everything takes turns on one pool; the engine gives up cache and weights while others work."""
 
     type: Literal["full_offload"] = "full_offload"
     pool: PoolConfig = Field(description="Devices of every role.")
 
 
-class _Pools(Strict):
+class _Pools(StrictModel):
     pools: dict[str, NamedPoolConfig] = Field(min_length=1, description="Pools by name; each role is on one of them.")
 
     def _misfits(self) -> Iterator[str]:
@@ -188,7 +188,7 @@ class ResolvedPlacement:
         return sum(pool.num_processes for pool in self.pools)
 
 
-def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlacement:
+def resolve_placement(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlacement:
     """Makes the placement of a run whose roles are ``roles`` (name → kind: there may be several reward models).
 
     Raises:
@@ -269,7 +269,7 @@ def _pools_of(config: PlacementConfig) -> dict[str, tuple[DevicesConfig, tuple[R
     return {name: (part, _ON[name]) for name, part in given.items() if isinstance(part, DevicesConfig)}
 
 
-def processes_of(config: PlacementConfig | None, kind: Role) -> int:
+def num_processes_of(config: PlacementConfig | None, kind: Role) -> int:
     """Counts the processes of the pool that roles of this kind are on; 1 where they have none, or there is no
     placement.
     """
@@ -277,7 +277,7 @@ def processes_of(config: PlacementConfig | None, kind: Role) -> int:
     return pool.processes * pool.nodes if pool is not None else 1
 
 
-def has_budget(config: PlacementConfig | None, kind: Role) -> bool:
+def has_memory_budget(config: PlacementConfig | None, kind: Role) -> bool:
     """Tells whether roles of this kind leave their devices for others."""
     pool = _pool_with(config, kind)
     return pool is not None and pool.budget_bytes is not None

@@ -33,11 +33,11 @@ class RewardType:
     """A source of reward that a recipe names by ``type``.
 
     Args:
-        section: ``module:class`` of the recipe's section, a ``Fallible`` whose ``type`` is the name.
+        section: ``module:class`` of the recipe's section, a ``FallibleReward`` whose ``type`` is the name.
         source: ``module:function`` that makes a ``quartet.rewards.source.RewardSource`` of a section.
         model: in place of a source, for a reward that is a model of the run's own: ``module:function`` that makes a
-            ``quartet.trainers.model_loader.RewardModelRole`` of a section (a ``ModelSource``), the policy's codec and
-            what frozen models are made with.
+            ``quartet.trainers.model_loader.RewardModelRole`` of a section (a ``BaseModelReward``), the policy's codec
+            and what frozen models are made with.
         metrics: ``module:function`` of further figures of a step: of its batch, the rewards ``[N]`` and their weights.
     """
 
@@ -65,8 +65,8 @@ class Storage(Protocol):
         """Returns the directory here in which a run works whose ``output_dir`` it is."""
 
     def remote_run(self, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float) -> Any:
-        """Makes what ``quartet.trainers.run.LocalRun`` describes, for the run in ``path``; it keeps the newest ``keep``
-        checkpoints.
+        """Makes what ``quartet.trainers.run.LocalRunStorage`` describes, for the run in ``path``; it keeps the newest
+        ``keep`` checkpoints.
         """
 
 
@@ -75,11 +75,11 @@ class DrafterType:
     """What drafts tokens that a recipe's ``rollout.speculation`` names by ``type``.
 
     Args:
-        section: ``module:class`` of it, a ``quartet.config.engines.Speculation`` whose ``type`` is the name.
+        section: ``module:class`` of it, a ``quartet.config.engines.BaseSpeculationConfig`` whose ``type`` is the name.
         drafter: function ``(section, policy, model)`` that makes a ``quartet.rollout.drafter.Drafter`` of the native
             engine; ``model`` is the trainer's where the engine shares the policy with it, else None.
-        vllm: function ``(section, folder)`` that makes the ``quartet.rollout.vllm.start.Drafts`` of vLLM, which may
-            read files in ``folder``. None: it drafts for the native engine alone.
+        vllm: function ``(section, folder)`` that makes the ``quartet.rollout.vllm.start.DraftSettings`` of vLLM, which
+            may read files in ``folder``. None: it drafts for the native engine alone.
         model: function ``(section, policy)`` that loads its ``quartet.rollout.drafter.DrafterModel``, or refuses
             one that is another policy's.
         worker: function ``(engine, also, section, model, seed)`` that makes the
@@ -96,7 +96,7 @@ class DrafterType:
 
 
 @dataclass(frozen=True)
-class Starter:
+class StarterRecipe:
     """What ``quartet init`` writes first for a job.
 
     Args:
@@ -128,7 +128,7 @@ class Job:
         is_supervised: it is a ``SupervisedTrainer``, of which torchrun may start several processes.
         reader: ``module:function`` that says for a recipe how its rows are read; as prompts when left out.
         sections: ``module:function`` that gives recipes of other jobs within a recipe, by their keys.
-        starter: ``module:name`` of a ``Starter``; without one ``quartet init`` writes no recipe.
+        starter: ``module:name`` of a ``StarterRecipe``; without one ``quartet init`` writes no recipe.
         methods: address of the choice in the recipe that ``quartet init --method`` makes.
         beside: ``module:function`` that writes what belongs beside a trained model, of a recipe and the directory.
         folder: what it makes, in the run's directory.
@@ -153,8 +153,8 @@ class EngineType:
     """A kind of rollout engine that a recipe names by ``type``.
 
     Args:
-        section: ``module:class`` of the recipe's section, a ``RoutedEngine`` whose ``type`` is the name.
-        open: ``module:function`` that makes the engines of a section and a ``quartet.trainers.engines.Policy``.
+        section: ``module:class`` of the recipe's section, a ``RoutedEngineConfig`` whose ``type`` is the name.
+        open: ``module:function`` that makes the engines of a section and a ``quartet.trainers.engines.EnginePolicy``.
     """
 
     section: str
@@ -166,9 +166,9 @@ class TrackerType:
     """Where metrics and samples also go: what a recipe's ``log.trackers`` names by ``type``.
 
     Args:
-        section: ``module:class`` of it, a ``quartet.config.common.TrackerConfig`` whose ``type`` is the name.
+        section: ``module:class`` of it, a ``quartet.config.common.BaseTrackerConfig`` whose ``type`` is the name.
         tracker: ``module:function`` that makes a ``quartet.observe.trackers.Tracker`` of a section, a
-            ``quartet.observe.trackers.TrackedRun``, and the id that the run had there before, if it is resumed.
+            ``quartet.observe.trackers.RunInfo``, and the id that the run had there before, if it is resumed.
     """
 
     section: str
@@ -224,7 +224,7 @@ class Plugin:
 
 
 @cache
-def plugins() -> tuple[Plugin, ...]:
+def installed_plugins() -> tuple[Plugin, ...]:
     """Returns all that are installed, Quartet's own first, in the order of their names.
 
     Raises:
@@ -269,7 +269,7 @@ def _loaded(point: EntryPoint) -> Plugin:
     )
 
 
-def load(target: str) -> Any:
+def load_object(target: str) -> Any:
     """Loads what ``module:name`` stands for.
 
     Raises:
@@ -287,20 +287,20 @@ def load(target: str) -> Any:
         ) from error
 
 
-def added(table: str, own: Collection[str] = ()) -> dict[str, Any]:
+def plugin_entries(table: str, own: Collection[str] = ()) -> dict[str, Any]:
     """Returns what plug-ins add under a key of :class:`Plugin`, by its names.
 
     Raises:
         UserError: one of them is Quartet's ``own``.
     """
-    found = {name: made for plugin in plugins() for name, made in getattr(plugin, table).items()}
+    found = {name: made for plugin in installed_plugins() for name, made in getattr(plugin, table).items()}
     if both := set(own) & found.keys():
         remedy = "uninstall it"
         raise UserError(f"a plug-in adds {table} that are Quartet's own", found=", ".join(both), remedy=remedy)
     return found
 
 
-def sections(
+def config_classes_by_type(
     table: str, base: type | Callable[[Any], type], own: Mapping[str, type] | None = None
 ) -> dict[str, type[BaseModel]]:
     """Returns Quartet's own sections and those that plug-ins add under a key of :class:`Plugin`, by their ``type``.
@@ -312,14 +312,14 @@ def sections(
         UserError: one is no section, or has the ``type`` of one of ours.
     """
     found: dict[str, Any] = dict(own or {})
-    for name, kind in added(table, found).items():
+    for name, kind in plugin_entries(table, found).items():
         found[name] = _section(table, name, kind.section, base if isinstance(base, type) else base(kind))
     return found
 
 
 def _section(table: str, name: str, target: str, base: type, key: str = "type") -> Any:
     """Loads the class at ``target``: derived from ``base``, with ``name`` as the default of ``key``."""
-    section = load(target)
+    section = load_object(target)
     is_one = isinstance(section, type) and issubclass(section, base)
     if is_one and getattr(section.model_fields.get(key), "default", None) == name:
         return section
@@ -332,24 +332,24 @@ def _section(table: str, name: str, target: str, base: type, key: str = "type") 
 
 def weight_forms() -> list[WeightForm]:
     """Returns all forms of weights that plug-ins add."""
-    return [plugin.weight_form for plugin in plugins() if plugin.weight_form is not None]
+    return [plugin.weight_form for plugin in installed_plugins() if plugin.weight_form is not None]
 
 
 def report_writer() -> Callable[[Path], Path] | None:
     """Returns what writes a report of a run directory; None where no plug-in does."""
-    return next((load(plugin.report) for plugin in plugins() if plugin.report is not None), None)
+    return next((load_object(plugin.report) for plugin in installed_plugins() if plugin.report is not None), None)
 
 
-def storage(url: str) -> Storage:
+def storage_for(url: str) -> Storage:
     """Returns the storage at ``url``.
 
     Raises:
         UserError: no plug-in serves URLs, or it cannot serve this one.
     """
-    target = next((plugin.storage for plugin in plugins() if plugin.storage is not None), None)
+    target = next((plugin.storage for plugin in installed_plugins() if plugin.storage is not None), None)
     if target is None:
         raise UserError("nothing here serves URLs", found=url, remedy="name a path, or install a plug-in for storage")
-    served: Storage = load(target)(url)
+    served: Storage = load_object(target)(url)
     return served
 
 
@@ -400,17 +400,17 @@ OWN: Mapping[str, Job] = {
 
 
 @cache
-def jobs() -> dict[str, Job]:
+def all_jobs() -> dict[str, Job]:
     """Returns all jobs by their names, which are their commands.
 
     Raises:
         UserError: a plug-in adds one that is Quartet's own.
     """
-    return {**OWN, **added("jobs", OWN)}
+    return {**OWN, **plugin_entries("jobs", OWN)}
 
 
 @cache
-def recipes() -> Mapping[str, type[Recipe]]:
+def recipe_classes() -> Mapping[str, type[Recipe]]:
     """Returns the class of each job's recipe.
 
     Raises:
@@ -418,4 +418,4 @@ def recipes() -> Mapping[str, type[Recipe]]:
     """
     from quartet.config.run import Recipe
 
-    return {name: _section("jobs", name, job.recipe, Recipe, "job") for name, job in jobs().items()}
+    return {name: _section("jobs", name, job.recipe, Recipe, "job") for name, job in all_jobs().items()}

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quartet.config.common import HubConfig, Strict
+from quartet.config.common import HubConfig, StrictModel
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import Pairs
 
@@ -31,7 +31,7 @@ equal answers teach nothing: they are left out, or with "error" stop the run."""
 # Losses --------------------------------------------------------------------------------------------------
 
 
-class _PairLoss(Strict):
+class _PairLoss(StrictModel):
     sft_coef: float = Field(
         0.0, ge=0, description="Weight of the chosen answers' negative log-likelihood per token, added to the loss."
     )
@@ -129,14 +129,14 @@ class SimPOLoss(_PairLoss):
     gamma: float = Field(1.0, ge=0, description="Margin between the implicit rewards.")
 
 
-class ORPOLoss(Strict):
+class ORPOLoss(StrictModel):
     """Hong et al. 2024: negative log-likelihood of the chosen answer plus a log odds ratio, no reference."""
 
     name: Literal["orpo"] = "orpo"
     odds_coef: float = Field(0.1, gt=0, description="Weight of the odds ratio (the paper's lambda).")
 
 
-class KTOLoss(Strict):
+class KTOLoss(StrictModel):
     """Ethayarajh et al. 2024: answers judged one by one; a pair counts as one good and one bad answer."""
 
     name: Literal["kto"] = "kto"

@@ -28,7 +28,7 @@ from quartet.config.algorithms import (
     PolicyGradient,
     ReMax,
     ScoredAlgorithm,
-    Selection,
+    SelectionAlgorithm,
     kl_term,
     reads_reference,
 )
@@ -44,16 +44,23 @@ from quartet.config.common import (
     OptimConfig,
     SamplingConfig,
     ShardingConfig,
-    Strict,
+    StrictModel,
     TrainConfig,
     WeightSyncConfig,
-    device_misfits,
+    device_conflicts,
 )
-from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, draw_misfits
+from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, sampling_conflicts
 from quartet.config.evaluation import EvaluationConfig
-from quartet.config.placement import ROLES, AsynchronousPlacement, PlacementConfig, Role, has_budget, processes_of
-from quartet.config.plugins import added
-from quartet.config.rewards import ModelSource
+from quartet.config.placement import (
+    ROLES,
+    AsynchronousPlacement,
+    PlacementConfig,
+    Role,
+    has_memory_budget,
+    num_processes_of,
+)
+from quartet.config.plugins import plugin_entries
+from quartet.config.rewards import BaseModelReward
 from quartet.config.run import LogConfig as LogConfig
 from quartet.config.run import Recipe as Recipe
 from quartet.config.run import SupervisedRecipe, TrainingRecipe
@@ -77,7 +84,7 @@ class RewardModelRecipe(SupervisedRecipe):
     margin_scale: float = Field(1.0, ge=0, description="Factor of the data's column `margin`; 0 ignores it.")
 
 
-class RolloutConfig(Strict):
+class RolloutConfig(StrictModel):
     """The engine that samples, and its sampling."""
 
     engine: EngineConfig = Field(NativeEngineConfig(), description="What generates, with its own keys.")
@@ -87,7 +94,7 @@ class RolloutConfig(Strict):
     )
 
 
-class ActorConfig(Strict):
+class ActorConfig(StrictModel):
     """The policy that is trained."""
 
     model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
@@ -113,7 +120,7 @@ class ReferenceConfig(HubConfig):
     sharding: ShardingConfig = ShardingConfig()
 
 
-class PTXConfig(Strict):
+class PTXConfig(StrictModel):
     """Demonstrations mixed into every update of the actor (Ouyang et al. 2022): ``loss = policy + coef · sft``."""
 
     data: DataConfig | None = Field(None, description="Rows to train on; left out where Python passes them.")
@@ -122,7 +129,7 @@ class PTXConfig(Strict):
     prefetch: Batches = Field(2, ge=0, description="Tokenised batches prepared ahead, in a thread.")
 
 
-class EnvironmentConfig(Strict):
+class EnvironmentConfig(StrictModel):
     """A Python class that answers the policy's actions; ``rollout.sampling`` holds for each of its turns."""
 
     type: str | None = Field(None, description="An environment that a plug-in adds, in place of a target.")
@@ -144,7 +151,7 @@ class EnvironmentConfig(Strict):
     def _misfits(self) -> Iterator[str]:
         if self.type is not None and self.target is not None:
             yield f"environment.type {self.type} and environment.target {self.target} are both set: drop one"
-        if self.type is not None and self.type not in (known := added("environments")):
+        if self.type is not None and self.type not in (known := plugin_entries("environments")):
             yield f"environment.type {self.type} is none that a plug-in adds: {', '.join(known) or 'there is none'}"
 
 
@@ -200,14 +207,14 @@ class RLRecipe(TrainingRecipe):
         return self.evaluation or EvaluationConfig().drawn_as(self.rollout.sampling)
 
     def _misfits(self) -> Iterator[str]:
-        if reasons := misfits(self):
+        if reasons := recipe_conflicts(self):
             yield "; ".join(reasons)
 
 
 # Checks across the sections of an RL recipe: a group yields every reason that it finds, and all are reported at once --
 
 
-def misfits(recipe: RLRecipe) -> list[str]:
+def recipe_conflicts(recipe: RLRecipe) -> list[str]:
     """Tells every reason why the recipe's parts do not fit together."""
     groups = (
         _sizes,
@@ -234,7 +241,7 @@ def _sizes(recipe: RLRecipe) -> Iterator[str]:
             f"minibatches ({recipe.minibatches}) must divide prompts_per_step ({recipe.prompts_per_step}): "
             "every mini-batch holds whole groups"
         )
-    if isinstance(algorithm, GroupAlgorithm | Selection) and responses < 2:
+    if isinstance(algorithm, GroupAlgorithm | SelectionAlgorithm) and responses < 2:
         yield (
             f"{algorithm.name} compares the responses of a group; responses_per_prompt is {responses}, "
             "set it to 2 or more"
@@ -299,12 +306,12 @@ def _speculation(recipe: RLRecipe) -> Iterator[str]:
     if recipe.evaluation is not None and recipe.evaluation.sampling.draw != rollout.sampling.draw:
         asked.append(("evaluation.sampling", recipe.evaluation.sampling))
     for key, sampling in asked:
-        yield from draw_misfits(key, sampling, rollout.engine)
+        yield from sampling_conflicts(key, sampling, rollout.engine)
     if speculation is None:
         return
     drafting = (
         NativeEngineConfig
-        if added("drafters")[speculation.type].vllm is None
+        if plugin_entries("drafters")[speculation.type].vllm is None
         else NativeEngineConfig | VLLMEngineConfig
     )
     if not isinstance(rollout.engine, drafting):
@@ -376,14 +383,14 @@ def _environments(recipe: RLRecipe) -> Iterator[str]:
 
 def _rewards(recipe: RLRecipe) -> Iterator[str]:
     sources = (*recipe.rewards, *(recipe.evaluation.rewards if recipe.evaluation is not None else ()))
-    models = {source.name for source in sources if isinstance(source, ModelSource)}
+    models = {source.name for source in sources if isinstance(source, BaseModelReward)}
     names = [source.name for source in recipe.rewards if source.name]
     names += ["environment"] if recipe.environment is not None else []
     if clash := sorted(models & set(ROLES) - {"reward"}):
         yield f"a reward model is called {clash[0]!r}, as a role of every run is: give it another name"
     elif len(set(names)) != len(names):
         yield f"two rewards have the same name: {names}"
-    steps = [source.name for source in recipe.rewards if isinstance(source, ModelSource) and source.pays_steps]
+    steps = [source.name for source in recipe.rewards if isinstance(source, BaseModelReward) and source.pays_steps]
     if isinstance(recipe.algorithm, ReMax) and steps:
         yield (
             "algorithm remax takes the greedy response's whole score off every token, but the process reward "
@@ -403,7 +410,7 @@ def _placements(recipe: RLRecipe) -> Iterator[str]:
     yield from _shardings(recipe)
     if cluster.type == "ray" and placement is None:
         yield "cluster.type ray needs a placement: say which role works where, {type: full_offload, pool: {}} say"
-    yield from device_misfits(cluster, recipe.device)
+    yield from device_conflicts(cluster, recipe.device)
     compiles = recipe.actor.train.compile or recipe.critic.train.compile
     if compiles and cluster.type == "ray" and cluster.max_restarts > 0:
         yield (
@@ -424,11 +431,11 @@ def _shardings(recipe: RLRecipe) -> Iterator[str]:
         asked += [
             (f"{place}.{i}.sharding", "reward", source.sharding)
             for i, source in enumerate(sources)
-            if isinstance(source, ModelSource)
+            if isinstance(source, BaseModelReward)
         ]
     compiled = {"actor": recipe.actor.train.compile, "critic": recipe.critic.train.compile}
     for key, role, sharding in asked:
-        processes, compiles = processes_of(recipe.placement, role), compiled.get(role, False)
+        processes, compiles = num_processes_of(recipe.placement, role), compiled.get(role, False)
         if (reason := sharding.misfit(key, processes, compiles=compiles)) is not None:
             yield reason
         elif recipe.numerics == "exact" and sharding.copy_size > sharding.shard:
@@ -442,14 +449,14 @@ def _shardings(recipe: RLRecipe) -> Iterator[str]:
                 f"each process has a part under {key}.tensor: use {key}.context or {key}.shard, or leave top_p, top_k "
                 "and min_p out"
             )
-        elif sharding.cpu_offload and has_budget(recipe.placement, role):
+        elif sharding.cpu_offload and has_memory_budget(recipe.placement, role):
             yield (
                 f"{key}.cpu_offload keeps the model in host memory, and the pool's budget_bytes would move it there "
                 "and back: leave out either"
             )
 
 
-def without_effect(recipe: RLRecipe) -> list[str]:
+def unused_settings(recipe: RLRecipe) -> list[str]:
     """Returns warnings about settings that the method does not read, or that cannot have the effect they are for.
 
     It is not refused: one line of a recipe picks another method, and the sections of the former one may stay.

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from quartet.config.common import HubConfig, ShardingConfig, Strict
+from quartet.config.common import HubConfig, ShardingConfig, StrictModel
 from quartet.config.strict import HTTPAddress, Processes, Responses, Tokens
 
 DAY_S = 86_400.0
 """Systems refuse to wait for very long times; no wait of a recipe is longer than this."""
 
 
-class RetryConfig(Strict):
+class RetryConfig(StrictModel):
     """Waits of ``first_wait_s · 2^n``, at most ``longest_wait_s``, less a random part of up to a half. A server that
     answers with Retry-After sets the wait itself, up to ``longest_wait_s``.
     """
@@ -47,7 +47,7 @@ class RetryConfig(Strict):
     )
 
 
-class RemoteServer(Strict):
+class RemoteServer(StrictModel):
     """What every server has."""
 
     url: HTTPAddress = Field(description="http://host:port/path or https://…, without a query.")
@@ -64,7 +64,7 @@ class RemoteServer(Strict):
 OnError = Literal["stop", "leave_out"]
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Raises ``ValueError`` where it is not a regular expression."""
     try:
         return re.compile(pattern)
@@ -72,7 +72,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
 
 
-class RewardSourceConfig(Strict):
+class RewardSourceConfig(StrictModel):
     """What every source has."""
 
     if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class RewardSourceConfig(Strict):
     weight: float = Field(1.0, description="Factor of the score in the sum.")
 
 
-class Fallible(RewardSourceConfig):
+class FallibleReward(RewardSourceConfig):
     """A source that may fail or take long; what is failed, and what of it is left out, is counted and logged."""
 
     on_error: OnError = Field("stop", description="leave_out: samples that fail get no score from this source.")
@@ -93,7 +93,7 @@ class Fallible(RewardSourceConfig):
 # In this process ------------------------------------------------------------------------------------------
 
 
-class ModelSource(HubConfig, RewardSourceConfig):
+class BaseModelReward(HubConfig, RewardSourceConfig):
     """A source that is a model among the run's own, run in the trainer's own forward."""
 
     pays_steps: ClassVar[bool] = False
@@ -108,7 +108,7 @@ class ModelSource(HubConfig, RewardSourceConfig):
         sharding: ShardingConfig
 
 
-class ModelReward(ModelSource):
+class ModelReward(BaseModelReward):
     """A sequence-classification model with one label, run in the trainer's own forward."""
 
     type: Literal["model"] = "model"
@@ -119,7 +119,7 @@ class ModelReward(ModelSource):
     sharding: ShardingConfig = ShardingConfig()
 
 
-class FunctionReward(Fallible):
+class FunctionReward(FallibleReward):
     """A Python function ``f(prompts, completions, **columns) -> list[float | None]``, sync or async."""
 
     type: Literal["function"] = "function"
@@ -161,7 +161,7 @@ class RegexReward(RewardSourceConfig):
     ignore_case: bool = Field(False, description="Upper and lower case are the same.")
 
     def _misfits(self) -> Iterator[str]:
-        groups = compiled(self.pattern).groups
+        groups = compile_pattern(self.pattern).groups
         if self.column is not None and groups != 1:
             yield (f"pattern {self.pattern!r} has {groups} groups; with `column` it needs one, what is compared")
 
@@ -182,7 +182,7 @@ class FormatReward(RewardSourceConfig):
         if (self.pattern is None) == (self.tags is None):
             yield "a format is either a `pattern` or a list of `tags`; give one of them"
         if self.pattern is not None:
-            compiled(self.pattern)
+            compile_pattern(self.pattern)
         if self.tags is not None and not self.tags:
             yield "tags is empty; name at least one"
         wrong = [tag for tag in self.tags or () if not re.fullmatch(r"[\w.:-]+", tag)]
@@ -209,7 +209,7 @@ class LengthReward(RewardSourceConfig):
 # Beside this process --------------------------------------------------------------------------------------
 
 
-class MathReward(Fallible):
+class MathReward(FallibleReward):
     """1 where the completion's answer is mathematically equal to the column's (math-verify), else 0."""
 
     type: Literal["math"] = "math"
@@ -226,13 +226,13 @@ class MathReward(Fallible):
 # On a server ----------------------------------------------------------------------------------------------
 
 
-class RemoteSource(RemoteServer, Fallible):
+class BaseRemoteReward(RemoteServer, FallibleReward):
     """What every source on a server has."""
 
     on_error: OnError = Field("leave_out", description="stop: a sample that fails stops the run before the update.")
 
 
-class HTTPReward(RemoteSource):
+class HTTPReward(BaseRemoteReward):
     """A server that takes ``{"prompts", "completions", "columns"}`` and answers ``{"scores": [1.0, null, …]}``."""
 
     type: Literal["http"] = "http"
@@ -240,7 +240,7 @@ class HTTPReward(RemoteSource):
     batch_size: Responses = Field(16, ge=1, description="Completions per request.")
 
 
-class PointwiseJudge(Strict):
+class PointwiseJudge(StrictModel):
     """Each completion gets a score of its own."""
 
     name: Literal["pointwise"] = "pointwise"
@@ -259,13 +259,13 @@ class PointwiseJudge(Strict):
             yield f"lowest ({self.lowest}) must be less than highest ({self.highest})"
         if not math.isfinite(self.highest - self.lowest):
             yield f"from lowest ({self.lowest}) to highest ({self.highest}) is too far for a number"
-        if compiled(self.pattern).groups != 1:
+        if compile_pattern(self.pattern).groups != 1:
             yield f"pattern {self.pattern!r} needs one group, the score"
         if self.template is not None and "{completion}" not in self.template:
             yield "template lacks {completion}, so the judge would not see what it judges"
 
 
-class PairwiseJudge(Strict):
+class PairwiseJudge(StrictModel):
     """Each completion is compared with the text in ``column``, once in each place: 1 better, 0 equal, −1 worse, the
     mean of both places.
     """
@@ -279,7 +279,7 @@ class PairwiseJudge(Strict):
     )
 
     def _misfits(self) -> Iterator[str]:
-        if compiled(self.pattern).groups != 1:
+        if compile_pattern(self.pattern).groups != 1:
             yield f"pattern {self.pattern!r} needs one group, the verdict"
         if self.template is not None and not ("{a}" in self.template and "{b}" in self.template):
             yield "template lacks {a} or {b}, so the judge would not see what it compares"
@@ -288,7 +288,7 @@ class PairwiseJudge(Strict):
 JudgeMethod = Annotated[PointwiseJudge | PairwiseJudge, Field(discriminator="name")]
 
 
-class JudgeReward(RemoteSource):
+class JudgeReward(BaseRemoteReward):
     """A language model as a judge, behind an OpenAI-compatible endpoint: ``url`` + ``/chat/completions``."""
 
     type: Literal["judge"] = "judge"

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, JsonValue, field_validator
 
 from quartet.config.common import (
     DEVICES,
+    BaseTrackerConfig,
     CheckpointConfig,
     DataConfig,
     LocalCluster,
@@ -20,12 +21,11 @@ from quartet.config.common import (
     ShardingConfig,
     SupervisedClusterConfig,
     TensorBoardConfig,
-    TrackerConfig,
     TrainConfig,
-    device_misfits,
+    device_conflicts,
 )
-from quartet.config.plugins import sections
-from quartet.config.strict import Processes, Rows, Steps, Strict
+from quartet.config.plugins import config_classes_by_type
+from quartet.config.strict import Processes, Rows, Steps, StrictModel
 
 
 def _by_name(value: Any) -> Any:
@@ -37,14 +37,16 @@ def _by_name(value: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    AnyTracker = TrackerConfig
+    AnyTracker = BaseTrackerConfig
 else:
-    _TRACKERS = tuple(sections("trackers", TrackerConfig, {"tensorboard": TensorBoardConfig}).values())
+    _TRACKERS = tuple(
+        config_classes_by_type("trackers", BaseTrackerConfig, {"tensorboard": TensorBoardConfig}).values()
+    )
     _Union = Annotated[reduce(or_, _TRACKERS), Field(discriminator="type")] if _TRACKERS[1:] else TensorBoardConfig
     AnyTracker = Annotated[_Union, BeforeValidator(_by_name)]
 
 
-class LogConfig(Strict):
+class LogConfig(StrictModel):
     """What is written and told beside metrics.jsonl."""
 
     trackers: tuple[AnyTracker, ...] = Field(
@@ -65,18 +67,18 @@ class LogConfig(Strict):
             yield f"trackers names {twice[0]} twice"
 
     @property
-    def chosen_trackers(self) -> tuple[TrackerConfig, ...]:
+    def chosen_trackers(self) -> tuple[BaseTrackerConfig, ...]:
         return tuple(t for t in self.trackers if self.tensorboard or t.type != "tensorboard")
 
 
-class CallbackConfig(Strict):
+class CallbackConfig(StrictModel):
     """A Python class that is told of a run's steps, and may end it."""
 
     target: str = Field(description="path/to/file.py:Class or package.module:Class, derived from quartet.Callback.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the class.")
 
 
-class Recipe(Strict):
+class Recipe(StrictModel):
     """What every job has."""
 
     seed: int = Field(0, ge=0, lt=2**32, description="Decides data order, new weights and sampling.")
@@ -143,4 +145,4 @@ class SupervisedRecipe(TrainingRecipe):
         reason = self.sharding.misfit("sharding", self.processes * self.nodes, compiles=self.train.compile)
         if reason is not None:
             yield reason
-        yield from device_misfits(self.cluster, self.device)
+        yield from device_conflicts(self.cluster, self.device)

@@ -20,15 +20,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, fie
 from pydantic.fields import FieldInfo
 
 from quartet.config.errors import UserError
-from quartet.config.nearest import nearest
+from quartet.config.nearest import suggest_name
 
 
-def members(annotation: Any) -> list[type[BaseModel]]:
+def union_members(annotation: Any) -> list[type[BaseModel]]:
     """Returns the models an annotation allows directly: one for a section, several for a tagged union, none for a
     scalar.
     """
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
-        return [model for part in get_args(annotation) for model in members(part)]
+        return [model for part in get_args(annotation) for model in union_members(part)]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return []
@@ -36,16 +36,16 @@ def members(annotation: Any) -> list[type[BaseModel]]:
 
 def item_annotation(annotation: Any) -> Any:
     """Returns what a list-like annotation holds (``tuple[X, ...]``, ``list[X]``), else None."""
-    found = bare(annotation)
+    found = strip_annotated(annotation)
     return get_args(found)[0] if get_origin(found) in (tuple, list) and get_args(found) else None
 
 
-def bare(annotation: Any) -> Any:
+def strip_annotated(annotation: Any) -> Any:
     """Returns an annotation without ``Annotated``."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def tags(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]]:
+def discriminator_values(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]]:
     """Returns the field that tells the members of a tagged union apart, and its values.
 
     It is called ``type``, or ``name`` where there is no such field: a source of reward has both.
@@ -54,12 +54,12 @@ def tags(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]
     return name, {tag: model for model in models for tag in get_args(model.model_fields[name].annotation)}
 
 
-def chosen_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | None:
+def choose_union_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | None:
     """Returns the model that ``value`` is meant for; None where its tag is missing or unknown."""
-    models = members(annotation)
+    models = union_members(annotation)
     if len(models) < 2:
         return models[0] if models else None
-    name, by_tag = tags(models)
+    name, by_tag = discriminator_values(models)
     tag = value.get(name)
     return by_tag.get(tag) if isinstance(tag, str) else None
 
@@ -71,7 +71,7 @@ def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
     for name, field in model.model_fields.items():
         yield prefix + name, field
         inner = item_annotation(field.annotation)
-        below = members(field.annotation) or members(inner)
+        below = union_members(field.annotation) or union_members(inner)
         for member in below:
             yield from dotted_fields(member, f"{prefix}{name}." + ("0." if inner is not None else ""))
 
@@ -87,7 +87,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, child in pairs for k, v in flatten(child, f"{prefix}.{key}" if prefix else key).items()}
 
 
-def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
+def as_user_error(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
     """Makes one ``UserError`` of all of ``error``; paths are written as overrides would be."""
     details = error.errors(include_url=False)
     # A default that follows from a field which has a mistake of its own.
@@ -116,10 +116,10 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
     if is_other or kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"{path}: {_show(value)}", _section_remedy(path, annotation, value)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        field, by_tag = tags(members(annotation))
+        field, by_tag = discriminator_values(union_members(annotation))
         choices = str(context.get("expected_tags") or ", ".join(by_tag))
         found = f"{path}.{field} is missing" if kind == "union_tag_not_found" else f"{path}.{field}: {context['tag']}"
-        close = nearest(str(context.get("tag", "")), choices.replace("'", "").split(", "))
+        close = suggest_name(str(context.get("tag", "")), choices.replace("'", "").split(", "))
         return found, close or f"set {path}.{field} to one of {choices}"
     if kind == "value_error":
         return (f"{path}: " if path else "") + detail["msg"].removeprefix("Value error, "), "change one of these values"
@@ -129,10 +129,10 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
 
 
 def _show(value: Any) -> str:
-    return f"{shortened(value)} ({type(value).__name__})"
+    return f"{short_repr(value)} ({type(value).__name__})"
 
 
-def shortened(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Returns ``repr(value)`` in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…"
@@ -147,9 +147,9 @@ def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseM
     annotation: Any = root
     parent: type[BaseModel] | None = None
     for part in loc:
-        models = members(annotation)
+        models = union_members(annotation)
         if len(models) > 1:
-            by_tag = tags(models)[1]
+            by_tag = discriminator_values(models)[1]
             if part in by_tag:
                 annotation = by_tag[part]
                 continue
@@ -166,9 +166,9 @@ def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseM
 
 def _section_remedy(path: str, annotation: Any, value: Any) -> str:
     """Tells what to write where a section is given as one value."""
-    models = members(annotation)
+    models = union_members(annotation)
     if len(models) > 1:
-        tag, known = tags(models)
+        tag, known = discriminator_values(models)
         return f"set {path}.{tag} to one of {', '.join(known)}"
     keys = list(models[0].model_fields) if models else []
     if "path" in keys and isinstance(value, str):
@@ -183,7 +183,7 @@ def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel
     names = list(dict.fromkeys(full for full, _ in dotted_fields(root)))
     elsewhere = [full for full in names if full.rpartition(".")[2] == name]
     belongs_to_another_choice = re.sub(r"\.\d+\.", ".0.", path) in names
-    remedy = nearest(name, known)
+    remedy = suggest_name(name, known)
     if remedy is None and elsewhere and not belongs_to_another_choice:
         remedy = f"did you mean {', '.join(elsewhere[:3])}?"
     found = f"unknown key {name!r} {f'in {section}' if section else 'at the top'}"
@@ -234,7 +234,7 @@ Devices = Annotated[int, Unit("devices")]
 Nats = Annotated[float, Unit("nats")]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -246,7 +246,7 @@ class Strict(BaseModel):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise explain(error, type(self), type(self).__name__) from None
+                raise as_user_error(error, type(self), type(self).__name__) from None
 
         # Tells pydantic to build nested sections without this method, so that all mistakes are listed together.
         __init__.__pydantic_base_init__ = True

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quartet.config.errors import UserError, described
-from quartet.config.nearest import missing_file, nearest
+from quartet.config.errors import UserError, describe_error
+from quartet.config.nearest import missing_file_error, suggest_name
 
 
 def load_target(target: str, what: str) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def load_target(target: str, what: str) -> Callable[..., Any]:
         with contextlib.suppress(RuntimeError):  # "~name" of a user without a home directory
             path = path.expanduser()
         if not path.is_file():
-            raise missing_file(f"there is no such file for the {what}", path)
+            raise missing_file_error(f"there is no such file for the {what}", path)
     with _running_user_code(location if path is None else str(path), what):
         module = importlib.import_module(location) if path is None else _import_file(path)
         found = getattr(module, name, None)
@@ -44,7 +44,7 @@ def load_target(target: str, what: str) -> Callable[..., Any]:
         raise UserError(
             f"there is no {what} {name!r} in {location}",
             found=f"it defines {', '.join(defined) or 'nothing that can be called'}",
-            remedy=nearest(name, defined) or "name one of these",
+            remedy=suggest_name(name, defined) or "name one of these",
         )
     return found
 
@@ -73,6 +73,6 @@ def _running_user_code(source: str, what: str) -> Iterator[None]:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(
             f"the module of the {what} cannot be imported",
-            found=f"{source}{line}: {described(error)}",
+            found=f"{source}{line}: {describe_error(error)}",
             remedy="correct it; modules are looked for as Python does, files from the current directory",
         ) from error

@@ -89,13 +89,13 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def override_word(key: str, text: str) -> str:
+def shell_override(key: str, text: str) -> str:
     """Returns ``key=text`` as a word for the shell that is read as this very text, and not as a number, say."""
     try:
         is_text = parse_yaml(text) == text
     except yaml.YAMLError:
         is_text = False
-    word = text if is_text else one_line(text, default_style='"')
+    word = text if is_text else dump_yaml_inline(text, default_style='"')
     return shlex.quote(f"{key}={word}")
 
 
@@ -104,13 +104,13 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def one_line(value: Any, **options: Any) -> str:
+def dump_yaml_inline(value: Any, **options: Any) -> str:
     """Writes plain data as YAML in one line, which ``parse_yaml`` reads back."""
     shape: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": 1 << 30}
     return yaml.dump(value, Dumper=_Dumper, **shape, **options).removesuffix("\n").removesuffix("\n...")
 
 
-def yaml_complaint(error: yaml.YAMLError) -> tuple[str, int | None]:
+def describe_yaml_error(error: yaml.YAMLError) -> tuple[str, int | None]:
     """Returns what PyYAML disliked in one line, and the line number (from 1) where it knows one."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     text = getattr(error, "problem", None) or str(error)

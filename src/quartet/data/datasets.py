@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.data.fields import SAME, Skip, column_paths, placed
-from quartet.data.formats import NothingLeft, Parsed
-from quartet.data.lazy import Chained, Spool, Unchecked
+from quartet.data.fields import SAME, SkipRow, column_paths, naming_row
+from quartet.data.formats import NoRowsLeft, ParsedRows
+from quartet.data.lazy import ConcatRows, LazyExamples, TempFileRows
 from quartet.text.examples import (
     AnswerText,
     Conversation,
@@ -36,7 +36,7 @@ from quartet.text.examples import (
     Prompt,
     PromptText,
     answer_turn,
-    is_learned,
+    has_loss,
 )
 from quartet.text.tokenizer import TextCodec
 
@@ -110,7 +110,7 @@ def _permutation(seed: int, epoch: int, n: int) -> NDArray[np.int32]:
     return _shuffled([seed, epoch], n)
 
 
-def draw(seed: int, place: int, rows: int | Mixture) -> tuple[int, int]:
+def draw_row(seed: int, place: int, rows: int | Mixture) -> tuple[int, int]:
     """Returns ``(row index, epoch)`` of draw number ``place``; of a mixture the pass of the row's source."""
     if isinstance(rows, Mixture):
         return rows.draw(seed, place)
@@ -118,18 +118,18 @@ def draw(seed: int, place: int, rows: int | Mixture) -> tuple[int, int]:
     return int(_permutation(seed, epoch, rows)[position]), epoch
 
 
-def draws(seed: int, step: int, rows: int | Mixture, batch_size: int) -> list[tuple[int, int]]:
-    """Returns ``draw`` of each of the step's places; epochs follow each other without a short last batch.
+def draw_batch(seed: int, step: int, rows: int | Mixture, batch_size: int) -> list[tuple[int, int]]:
+    """Returns ``draw_row`` of each of the step's places; epochs follow each other without a short last batch.
 
     Args:
         rows: their number, or the sources that they come from.
     """
     if (rows if isinstance(rows, int) else len(rows)) < 1 or batch_size < 1 or step < 0:
         raise ValueError(f"nothing to draw: {rows} rows, {batch_size} per step, step {step}")
-    return [draw(seed, place, rows) for place in range(step * batch_size, (step + 1) * batch_size)]
+    return [draw_row(seed, place, rows) for place in range(step * batch_size, (step + 1) * batch_size)]
 
 
-def steps_for(epochs: int, n: int, batch_size: int) -> int:
+def num_steps_for_epochs(epochs: int, n: int, batch_size: int) -> int:
     """Returns the number of steps of at least ``epochs`` epochs, in which every row is seen so many times (not so in a
     mixture)."""
     return -(-epochs * n // batch_size)
@@ -138,7 +138,7 @@ def steps_for(epochs: int, n: int, batch_size: int) -> int:
 Overlong = Literal["error", "skip"]
 
 
-class Item(Protocol):
+class DataItem(Protocol):
     """A tokenised row."""
 
     @property
@@ -156,11 +156,11 @@ class Item(Protocol):
 
 E = TypeVar("E", bound=Example | Judgement | Preference)
 A = TypeVar("A")
-T = TypeVar("T", bound=Item)
+T = TypeVar("T", bound=DataItem)
 
 
 @dataclass(frozen=True)
-class Ordered:
+class TokenisedRows:
     """Tokenised rows, drawn by number.
 
     ``warnings`` says in words what was left out; ``mixture`` how the sources are drawn from, where they
@@ -173,7 +173,7 @@ class Ordered:
     mixture: Mixture | None = None
     measured: NDArray[np.int32] | None = field(default=None, kw_only=True, compare=False)
     tokens: frozenset[int] = field(default=frozenset(), kw_only=True, compare=False)
-    unchecked: tuple[Unchecked[Any], ...] = field(default=(), kw_only=True, compare=False)
+    unchecked: tuple[LazyExamples[Any], ...] = field(default=(), kw_only=True, compare=False)
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
@@ -201,12 +201,12 @@ class Ordered:
         return self.mixture or len(self)
 
 
-class Batches(Ordered, ABC):
+class TrainingRows(TokenisedRows, ABC):
     """Rows that are trained on."""
 
     def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
         """Returns the step's ``size`` rows; fields as in ``select``."""
-        drawn = draws(seed, step, self.order, size)
+        drawn = draw_batch(seed, step, self.order, size)
         return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
 
     @abstractmethod
@@ -219,10 +219,10 @@ class Batches(Ordered, ABC):
             yield self.select(range(start, min(start + size, len(self))))
 
 
-D = TypeVar("D", bound=Ordered)
+D = TypeVar("D", bound=TokenisedRows)
 
 
-def joined(sources: Sequence[D], weights: Sequence[float] | None) -> D:
+def concat_sources(sources: Sequence[D], weights: Sequence[float] | None) -> D:
     """Returns the rows of several sources of one kind as one data set.
 
     Args:
@@ -236,7 +236,7 @@ def joined(sources: Sequence[D], weights: Sequence[float] | None) -> D:
         first = replace(first, columns=frozenset().union(*(source.columns for source in prompts)), hashes=hashes)
     return replace(
         first,
-        items=Chained([source.items for source in sources]),
+        items=ConcatRows([source.items for source in sources]),
         warnings=tuple(warning for source in sources for warning in source.warnings),
         mixture=mixture,
         measured=np.concatenate([source.lengths for source in sources]),
@@ -262,7 +262,7 @@ class TokenLimit:
     section: str = "data"
 
 
-class Kept(Generic[T]):
+class RowCollector(Generic[T]):
     """Collects the rows of a data set: those within the limit of tokens; the others are counted.
 
     Args:
@@ -273,7 +273,7 @@ class Kept(Generic[T]):
         self._limit, self._what = limit, what
         self.num_rows = self._num_too_long = self._longest = 0
         self._first_too_long = ""
-        self._items = Spool[T]()
+        self._items = TempFileRows[T]()
         self._lengths = array("i")
         self._tokens: set[int] = set()
 
@@ -290,15 +290,15 @@ class Kept(Generic[T]):
         self._tokens.update(*seen)
         return True
 
-    def fields(self, parsed: Parsed[Any]) -> dict[str, Any]:
-        """Returns the fields of ``Ordered``, with what was left out of ``parsed`` among the warnings.
+    def fields(self, parsed: ParsedRows[Any]) -> dict[str, Any]:
+        """Returns the fields of ``TokenisedRows``, with what was left out of ``parsed`` among the warnings.
 
         Raises:
             UserError: too long rows are errors, or no other row is left.
         """
         told = parsed.report()
         if not self.num_rows:
-            raise NothingLeft("; ".join(told), reason=next(iter(parsed.skipped), ""))
+            raise NoRowsLeft("; ".join(told), reason=next(iter(parsed.skipped), ""))
         warnings = (*told, *([self._warning()] if self._num_too_long else []))
         measured = np.array(self._lengths, np.int32).reshape(len(self._items), -1)
         return {"items": self._items, "warnings": warnings, "measured": measured, "tokens": frozenset(self._tokens)}
@@ -312,7 +312,7 @@ class Kept(Generic[T]):
         reason = f"{what} longer than {allowed} tokens"
         if num == self.num_rows:
             remedy = "use a longer context, or other data"
-            raise NothingLeft(found, reason=reason, problem=f"every {what} is longer than allowed", remedy=remedy)
+            raise NoRowsLeft(found, reason=reason, problem=f"every {what} is longer than allowed", remedy=remedy)
         return f"{num} rows left out: {reason} ({self._first_too_long})"
 
 
@@ -320,14 +320,14 @@ _ANSWERS = ("completion", "chosen", "rejected")
 _TORN = "an answer holds the end-of-text token in its middle"
 
 
-def checked(parsed: Parsed[A], codec: TextCodec) -> Iterator[A]:
+def check_examples(parsed: ParsedRows[A], codec: TextCodec) -> Iterator[A]:
     """Yields the examples, with answers that end once. Those in which an answer holds the end-of-text token in its
     middle are left out and counted in ``parsed``.
     """
     for example in parsed.items:
         try:
             yield _ended_once(example, codec)
-        except Skip as reason:
+        except SkipRow as reason:
             parsed.skip(str(reason), example.place)
 
 
@@ -337,11 +337,11 @@ def _ended_once(example: Any, codec: TextCodec) -> Any:
     def once(turn: Message) -> Message:
         content = codec.without_end(turn["content"])
         if codec.holds_end(content):
-            raise Skip(_TORN)
+            raise SkipRow(_TORN)
         return {**turn, "content": content}
 
     if isinstance(example, Conversation):
-        return replace(example, messages=[once(turn) if is_learned(turn) else turn for turn in example.messages])
+        return replace(example, messages=[once(turn) if has_loss(turn) else turn for turn in example.messages])
     ended: dict[str, AnswerText] = {}
     for name in _ANSWERS:
         if hasattr(example, name):
@@ -351,20 +351,20 @@ def _ended_once(example: Any, codec: TextCodec) -> Any:
     return replace(example, **ended)
 
 
-def tokenised(
-    parsed: Parsed[E], codec: TextCodec, tokenise: Callable[[E], T], limit: TokenLimit, what: str
+def tokenise_examples(
+    parsed: ParsedRows[E], codec: TextCodec, tokenise: Callable[[E], T], limit: TokenLimit, what: str
 ) -> dict[str, Any]:
     """Returns the fields of the data set of the rows that ``tokenise`` makes of the examples.
 
     Raises:
         UserError: the tokenizer or the chat template refuses a row, which is named; rows are too long.
     """
-    kept = Kept[T](limit, what)
-    for example in checked(parsed, codec):
+    kept = RowCollector[T](limit, what)
+    for example in check_examples(parsed, codec):
         try:
-            with placed(example.place):
+            with naming_row(example.place):
                 item = tokenise(example)
-        except Skip as reason:
+        except SkipRow as reason:
             parsed.skip(str(reason), example.place)
             continue
         kept.add(item, getattr(item, "parts", ()))
@@ -415,15 +415,15 @@ class PromptItem:
 
 
 @dataclass(frozen=True)
-class SFTData(Batches):
+class SFTData(TrainingRows):
     """Demonstrations as token ids."""
 
     items: Sequence[SFTItem]
 
     @classmethod
-    def build(cls, parsed: Parsed[Example], codec: TextCodec, limit: TokenLimit) -> SFTData:
+    def build(cls, parsed: ParsedRows[Example], codec: TextCodec, limit: TokenLimit) -> SFTData:
         """Tokenises; UserError as :func:`tokenised`."""
-        return cls(**tokenised(parsed, codec, lambda example: SFTItem.of(example, codec), limit, "sequence"))
+        return cls(**tokenise_examples(parsed, codec, lambda example: SFTItem.of(example, codec), limit, "sequence"))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Returns rows by index, in that order, with token field ``loss_mask`` (bool)."""
@@ -434,7 +434,7 @@ class SFTData(Batches):
 
 
 @dataclass(frozen=True)
-class PromptData(Ordered):
+class PromptData(TokenisedRows):
     """Prompts with the columns their rewards receive.
 
     Of the rows that were checked, ``columns`` are the names of these (and of what is inside objects,
@@ -447,12 +447,12 @@ class PromptData(Ordered):
 
     @classmethod
     def build(
-        cls, parsed: Parsed[Prompt], codec: TextCodec, limit: TokenLimit, prefix: str = "p", first: int = 0
+        cls, parsed: ParsedRows[Prompt], codec: TextCodec, limit: TokenLimit, prefix: str = "p", first: int = 0
     ) -> PromptData:
         """Tokenises; UserError as :func:`tokenised`. Ids are ``prefix`` and a number, from ``first`` on."""
-        kept, columns, hashes = Kept[PromptItem](limit, "prompt"), set[str](), array("q")
-        for number, row in enumerate(checked(parsed, codec), start=first):
-            with placed(row.place):
+        kept, columns, hashes = RowCollector[PromptItem](limit, "prompt"), set[str](), array("q")
+        for number, row in enumerate(check_examples(parsed, codec), start=first):
+            with naming_row(row.place):
                 ids = codec.encode_prompt(row.prompt)
             if kept.add(PromptItem(f"{prefix}{number}", row.prompt, row.columns, row.place, len(ids)), [ids]):
                 columns.update(column_paths(row.columns))
@@ -489,7 +489,7 @@ class AnsweredItem:
 
 
 @dataclass(frozen=True)
-class AnsweredData(Batches):
+class AnsweredData(TrainingRows):
     """Prompts with their answers as token ids; no sequence is longer than ``max_tokens``."""
 
     items: Sequence[AnsweredItem]
@@ -559,7 +559,7 @@ class PreferenceData(AnsweredData):
     """Preference pairs: of each row's answers the first is the chosen one."""
 
     @classmethod
-    def build(cls, parsed: Parsed[Preference], codec: TextCodec, limit: TokenLimit) -> PreferenceData:
+    def build(cls, parsed: ParsedRows[Preference], codec: TextCodec, limit: TokenLimit) -> PreferenceData:
         """Tokenises; UserError as :func:`tokenised`. Pairs of the same tokens are left out."""
 
         def item(pair: Preference) -> AnsweredItem:
@@ -568,21 +568,21 @@ class PreferenceData(AnsweredData):
             answers = (tuple(chosen), tuple(rejected))
             found = AnsweredItem(tuple(prompt), answers, (True, False), pair.place, pair.margin or 0.0)
             if chosen == rejected and found.num_tokens <= limit.max_tokens:  # of longer ones only the beginning is here
-                raise Skip(SAME)
+                raise SkipRow(SAME)
             return found
 
-        return cls(**tokenised(parsed, codec, item, limit, "pair"), max_tokens=limit.max_tokens)
+        return cls(**tokenise_examples(parsed, codec, item, limit, "pair"), max_tokens=limit.max_tokens)
 
 
 class JudgedData(AnsweredData):
     """Answers judged one by one, good or bad; each is its own ``pair``."""
 
     @classmethod
-    def build(cls, parsed: Parsed[Judgement], codec: TextCodec, limit: TokenLimit) -> JudgedData:
+    def build(cls, parsed: ParsedRows[Judgement], codec: TextCodec, limit: TokenLimit) -> JudgedData:
         """Tokenises; UserError as :func:`tokenised`."""
 
         def item(row: Judgement) -> AnsweredItem:
             prompt, answer = codec.encode_completion(row.prompt, row.completion)
             return AnsweredItem(tuple(prompt), (tuple(answer),), (row.label,), row.place)
 
-        return cls(**tokenised(parsed, codec, item, limit, "sequence"), max_tokens=limit.max_tokens)
+        return cls(**tokenise_examples(parsed, codec, item, limit, "sequence"), max_tokens=limit.max_tokens)

@@ -15,18 +15,18 @@ from typing import Any
 
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
-from quartet.config.nearest import usual_columns
+from quartet.config.nearest import guess_columns
 from quartet.text.examples import AnswerText, Message, Messages, PromptText, is_empty
 
 _ASSISTANT = "\n\nAssistant:"
 """Begins an answer in texts of whole dialogues, as HH-RLHF has them."""
 
 
-class Skip(Exception):
+class SkipRow(Exception):
     """A row that is left out and counted under this reason."""
 
 
-def split_texts(chosen: str, rejected: str) -> int | None:
+def split_common_prompt(chosen: str, rejected: str) -> int | None:
     """Returns where the answers of two texts begin: behind the last ``Assistant:`` that both share; without any before
     the word in which they first differ, so that no token is torn, and early enough that neither is empty. None where
     that leaves no prompt.
@@ -41,7 +41,7 @@ def split_texts(chosen: str, rejected: str) -> int | None:
     if _ASSISTANT in chosen and _ASSISTANT in rejected:
         cut = chosen.rfind(_ASSISTANT, 0, shared) + len(_ASSISTANT)
         if cut < len(_ASSISTANT) or any("\n\nHuman:" in text[cut:] for text in (chosen, rejected)):
-            raise Skip(EARLIER)
+            raise SkipRow(EARLIER)
         return cut
     both_end_words = all(text[shared : shared + 1].isspace() for text in (chosen, rejected))
     places = [mark.start() for mark in re.finditer(r"\s+", chosen[:shared])] + [shared] * both_end_words
@@ -60,7 +60,7 @@ _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.
 
 
 @contextlib.contextmanager
-def placed(place: str) -> Iterator[None]:
+def naming_row(place: str) -> Iterator[None]:
     """Adds the row to errors of the tokenizer and the chat template."""
     try:
         yield
@@ -70,7 +70,7 @@ def placed(place: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How the rows of one source are read.
 
     Args:
@@ -84,11 +84,11 @@ class Reading:
     system_prompt: str | None = None
 
     @classmethod
-    def of(cls, config: DataConfig | SourceConfig, section: str) -> Reading:
+    def of(cls, config: DataConfig | SourceConfig, section: str) -> ReadOptions:
         return cls(config.columns, section, config.system_prompt)
 
 
-AS_GIVEN = Reading()
+AS_GIVEN = ReadOptions()
 
 
 def column_paths(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -99,7 +99,7 @@ def column_paths(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield from column_paths(value, f"{above}{name}.")
 
 
-def column_at(values: Mapping[str, Any], path: str) -> Any:
+def get_column(values: Mapping[str, Any], path: str) -> Any:
     """Returns the value of a column, or of what is inside an object; null where the object itself is null.
 
     Raises:
@@ -111,16 +111,16 @@ def column_at(values: Mapping[str, Any], path: str) -> Any:
     above = values[name]
     if not isinstance(above, dict) and not _is_null(above):
         raise KeyError(path)
-    return None if _is_null(above) else column_at(above, inside)
+    return None if _is_null(above) else get_column(above, inside)
 
 
 @dataclass
-class Fields:
+class RowFields:
     """A row under our column names; null counts as missing, and so does NaN, which tables have for it."""
 
     values: Mapping[str, Any]
     place: str
-    reading: Reading = AS_GIVEN
+    reading: ReadOptions = AS_GIVEN
 
     def get(self, name: str) -> Any:
         return self.values.get(name)
@@ -141,7 +141,7 @@ class Fields:
         null = [name for name, value in self.values.items() if _is_null(value)]
         found = f"{self.place} has {', '.join(map(repr, present)) or 'nothing'}"
         found += f"; null: {', '.join(map(repr, null))}" if null else ""
-        usual = usual_columns(re.findall(r"`(\w+)`", needed), self.values) or {"prompt": "question"}
+        usual = guess_columns(re.findall(r"`(\w+)`", needed), self.values) or {"prompt": "question"}
         keys = " ".join(shlex.quote(f"{self.reading.section}.columns.{name}={usual[name]}") for name in usual)
         return UserError(f"a row lacks {needed}", found=found, remedy=f"rename the columns, or map them: {keys}")
 
@@ -308,7 +308,7 @@ def _joined_parts(parts: list[Any], place: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def prompt_field(fields: Fields) -> PromptText:
+def read_prompt(fields: RowFields) -> PromptText:
     """Returns the column ``prompt`` (text or messages), else ``messages``."""
     if fields.has("prompt"):
         if isinstance(fields.get("prompt"), (list, dict)):
@@ -319,7 +319,7 @@ def prompt_field(fields: Fields) -> PromptText:
     raise fields.missing("`prompt` or `messages`")
 
 
-def in_context(fields: Fields, prompt: PromptText) -> PromptText:
+def with_system_prompt(fields: RowFields, prompt: PromptText) -> PromptText:
     """Returns a conversation with its system prompt and, in its first message, its tools. Plain text, to which no
     chat template is applied, stays as it is.
 
@@ -338,12 +338,12 @@ def in_context(fields: Fields, prompt: PromptText) -> PromptText:
     return prompt
 
 
-def as_chat(prompt: PromptText) -> Messages:
+def to_messages(prompt: PromptText) -> Messages:
     """Returns a prompt as messages: text, whose answers are messages, is the user's turn."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def answer_of(messages: Messages, place: str) -> AnswerText:
+def answer_text(messages: Messages, place: str) -> AnswerText:
     """Returns an answer given as one assistant message: its content, where it has nothing else."""
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise UserError(

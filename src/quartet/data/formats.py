@@ -19,7 +19,7 @@ kind                          columns                                  prompt
 A row that cannot be used as it is stops the run with its file and line. Rows that can be left out are counted by
 reason in ``Parsed.skipped``, to be reported.
 
-All of them take a ``Reading``, which has the names of columns.
+All of them take a ``ReadOptions``, which has the names of columns.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from itertools import dropwhile, takewhile
 from typing import Any, Generic, TypeVar
 
 from quartet.config.errors import UserError
-from quartet.config.nearest import JOINT, nearest
+from quartet.config.nearest import JOINT, suggest_name
 from quartet.data.fields import (
     AS_GIVEN,
     EARLIER,
     SAME,
-    Fields,
-    Reading,
-    Skip,
-    answer_of,
-    as_chat,
+    ReadOptions,
+    RowFields,
+    SkipRow,
+    answer_text,
     as_messages,
-    column_at,
     column_paths,
     field_excerpt,
-    in_context,
-    prompt_field,
-    split_texts,
+    get_column,
+    read_prompt,
+    split_common_prompt,
+    to_messages,
+    with_system_prompt,
 )
-from quartet.data.readers import Row, shown_places
+from quartet.data.readers import DataRow, format_places
 from quartet.text.examples import (
     AnswerText,
     Conversation,
     Demonstration,
-    Document,
     Example,
     Judgement,
     Messages,
     Preference,
     Prompt,
     PromptText,
+    TextDocument,
     Tokenised,
     is_empty,
 )
@@ -69,7 +69,7 @@ from quartet.text.examples import (
 SIDES = ("chosen", "rejected")
 
 
-def pair_field(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
+def read_pair(fields: RowFields) -> tuple[PromptText, AnswerText, AnswerText]:
     """Returns the prompt, the chosen answer and the rejected one.
 
     Raises:
@@ -80,32 +80,32 @@ def pair_field(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
         return _conversations(fields)
     chosen, rejected = (fields.text(name, empty=True) for name in SIDES)
     if fields.has("prompt") or fields.has("messages"):
-        return prompt_field(fields), chosen, rejected
+        return read_prompt(fields), chosen, rejected
     if chosen == rejected:
-        raise Skip(SAME)
+        raise SkipRow(SAME)
     # Where another column could be the prompt, words that both answers happen to begin with are none.
     others = [name for name, value in fields.values.items() if isinstance(value, str) and name not in SIDES]
-    cut = None if others or {"prompt", "messages"} & set(fields.values) else split_texts(chosen, rejected)
+    cut = None if others or {"prompt", "messages"} & set(fields.values) else split_common_prompt(chosen, rejected)
     if cut is None:
         raise fields.missing("`prompt` or `messages`, with which `chosen` and `rejected` could also both begin")
     return chosen[:cut], chosen[cut:], rejected[cut:]
 
 
-def _conversations(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
+def _conversations(fields: RowFields) -> tuple[PromptText, AnswerText, AnswerText]:
     """Returns the prompt and answers of conversations: what both begin with, and the one turn in which they differ.
 
     Where they begin with the assistant's turn, they continue ``prompt``.
     """
     chosen, rejected = fields.messages("chosen"), fields.messages("rejected")
     if chosen == rejected:
-        raise Skip(SAME)
+        raise SkipRow(SAME)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     if len(chosen) != shared + 1 or len(rejected) != shared + 1:
-        raise Skip(EARLIER)
+        raise SkipRow(EARLIER)
     prompt = chosen[:shared]
     if not shared or chosen[0]["role"] == "assistant":
-        prompt = [*as_chat(prompt_field(fields)), *prompt]
-    return prompt, answer_of(chosen[shared:], fields.place), answer_of(rejected[shared:], fields.place)
+        prompt = [*to_messages(read_prompt(fields)), *prompt]
+    return prompt, answer_text(chosen[shared:], fields.place), answer_text(rejected[shared:], fields.place)
 
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ _KEPT_PLACES = 6
 """Places remembered per warning: one more than are shown."""
 
 
-class NothingLeft(UserError):
+class NoRowsLeft(UserError):
     """Every row is left out; ``reason`` says why the first one is."""
 
     def __init__(
@@ -127,7 +127,7 @@ class NothingLeft(UserError):
 
 
 @dataclass
-class Parsed(Generic[T]):
+class ParsedRows(Generic[T]):
     """Typed examples, and how many rows were left out, by reason, with their first places.
 
     ``items`` is a tuple; of rows that come one after the other an iterator, and the counts are complete at its end.
@@ -146,23 +146,23 @@ class Parsed(Generic[T]):
     def report(self) -> list[str]:
         """Returns one line per reason, for the log."""
         return [
-            f"{count} rows left out: {reason} ({shown_places(self.places[reason])})"
+            f"{count} rows left out: {reason} ({format_places(self.places[reason])})"
             for reason, count in self.skipped.items()
         ]
 
 
-def has_judgements(rows: Sequence[Row], reading: Reading = AS_GIVEN) -> bool:
+def has_judgements(rows: Sequence[DataRow], reading: ReadOptions = AS_GIVEN) -> bool:
     """Tells whether the first row holds a judged answer rather than a pair."""
     names = {name for name, value in rows[0].values.items() if value is not None} | set(reading.columns)
     return {"completion", "label"} <= names and not {"chosen", "rejected"} <= names
 
 
 def parse_rows(
-    parse: Callable[[Fields], T],
-    rows: Iterable[Row],
-    reading: Reading = AS_GIVEN,
-    finish: Callable[[Parsed[T], int], None] | None = None,
-) -> Parsed[T]:
+    parse: Callable[[RowFields], T],
+    rows: Iterable[DataRow],
+    reading: ReadOptions = AS_GIVEN,
+    finish: Callable[[ParsedRows[T], int], None] | None = None,
+) -> ParsedRows[T]:
     """Returns what ``parse`` makes of every row: at once, or of an iterator's rows as ``items`` is gone through.
 
 
@@ -172,16 +172,16 @@ def parse_rows(
     Raises:
         UserError: no row is left; what ``parse`` and ``finish`` raise.
     """
-    parsed: Parsed[T] = Parsed()
+    parsed: ParsedRows[T] = ParsedRows()
 
     def items() -> Iterator[T]:
         num_rows = num_kept = 0
         for row in rows:
             num_rows += 1
-            fields = Fields(_renamed(row, reading), row.place, reading)
+            fields = RowFields(_renamed(row, reading), row.place, reading)
             try:
                 item = _in_context(parse(fields), fields)
-            except Skip as reason:
+            except SkipRow as reason:
                 parsed.skip(str(reason), row.place)
                 continue
             num_kept += 1
@@ -189,22 +189,22 @@ def parse_rows(
         if finish is not None:
             finish(parsed, num_rows)
         if not num_kept:
-            raise NothingLeft("; ".join(parsed.report()), reason=next(iter(parsed.skipped), ""))
+            raise NoRowsLeft("; ".join(parsed.report()), reason=next(iter(parsed.skipped), ""))
 
     parsed.items = items() if isinstance(rows, Iterator) else tuple(items())
     return parsed
 
 
-def _in_context(item: T, fields: Fields) -> T:
+def _in_context(item: T, fields: RowFields) -> T:
     """Returns the example, in whose conversation the row's system prompt and tools are."""
     name = "messages" if isinstance(item, Conversation) else "prompt"
     prompt = getattr(item, name, "")
-    found = in_context(fields, prompt)
+    found = with_system_prompt(fields, prompt)
     changed: Any = item
     return item if found is prompt else replace(changed, **{name: found})
 
 
-def _joined(row: Row, reading: Reading) -> Row:
+def _joined(row: DataRow, reading: ReadOptions) -> DataRow:
     """Returns the row with the columns that are joined of several texts, as ``instruction + input``; empty ones are
     left out.
 
@@ -228,18 +228,18 @@ def _joined(row: Row, reading: Reading) -> Row:
     return replace(row, values={**row.values, **joined}) if joined else row
 
 
-def _renamed(row: Row, reading: Reading) -> dict[str, Any]:
+def _renamed(row: DataRow, reading: ReadOptions) -> dict[str, Any]:
     row = _joined(row, reading)
     renamed: dict[str, Any] = {}
     for ours, theirs in reading.columns.items():
         try:
-            renamed[ours] = column_at(row.values, theirs)
+            renamed[ours] = get_column(row.values, theirs)
         except KeyError:
             paths = list(column_paths(row.values))
             raise UserError(
                 f"the data have no column {theirs!r}, to which {reading.section}.columns.{ours} points",
                 found=f"{row.place} has {', '.join(map(repr, paths))}",
-                remedy=nearest(theirs, paths) or f"set {reading.section}.columns.{ours} to one of these",
+                remedy=suggest_name(theirs, paths) or f"set {reading.section}.columns.{ours} to one of these",
             ) from None
     kept = {name: value for name, value in row.values.items() if name not in reading.columns.values()}
     return {**kept, **renamed}
@@ -248,7 +248,7 @@ def _renamed(row: Row, reading: Reading) -> dict[str, Any]:
 # Demonstrations and judgements ---------------------------------------------------------------------------
 
 
-def _demonstration(fields: Fields) -> Example:
+def _demonstration(fields: RowFields) -> Example:
     if fields.has("input_ids"):
         return _tokenised(fields)
     if fields.has("prompt", "completion"):
@@ -257,11 +257,11 @@ def _demonstration(fields: Fields) -> Example:
     if fields.has("messages"):
         return _conversation(fields.messages("messages"), fields)
     if fields.has("text") and not (fields.has("prompt") or fields.has("completion")):
-        return Document(fields.text("text"), fields.place)
+        return TextDocument(fields.text("text"), fields.place)
     raise fields.missing("`prompt` and `completion`, `messages`, `text` or `input_ids`")
 
 
-def _conversation(messages: Messages, fields: Fields) -> Conversation:
+def _conversation(messages: Messages, fields: RowFields) -> Conversation:
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[1:]:
         raise UserError(
@@ -272,7 +272,7 @@ def _conversation(messages: Messages, fields: Fields) -> Conversation:
     return Conversation(messages, fields.place)
 
 
-def _tokenised(fields: Fields) -> Tokenised:
+def _tokenised(fields: RowFields) -> Tokenised:
     """Returns ids as they are; labels of -100 carry no loss."""
     ids = fields.integers("input_ids")
     labels = fields.integers("labels") if fields.has("labels") else ids
@@ -289,7 +289,7 @@ def _tokenised(fields: Fields) -> Tokenised:
     return Tokenised(tuple(ids), tuple(learned), fields.place)
 
 
-def _unfit(fields: Fields, reason: str) -> UserError:
+def _unfit(fields: RowFields, reason: str) -> UserError:
     return UserError(
         "a tokenised row cannot be learned from",
         found=f"{fields.place}: {reason}",
@@ -297,48 +297,48 @@ def _unfit(fields: Fields, reason: str) -> UserError:
     )
 
 
-def _judgement(fields: Fields) -> Judgement:
+def _judgement(fields: RowFields) -> Judgement:
     if not fields.has("completion", "label"):
         raise fields.missing("`prompt`, `completion` and `label`")
     prompt, answer = _answered(fields, empty=True)
     return Judgement(prompt, answer, fields.truth("label"), fields.place)
 
 
-def _answered(fields: Fields, *, empty: bool = False) -> tuple[PromptText, AnswerText]:
+def _answered(fields: RowFields, *, empty: bool = False) -> tuple[PromptText, AnswerText]:
     """Returns ``prompt`` and ``completion``."""
-    prompt, given = prompt_field(fields), fields.get("completion")
+    prompt, given = read_prompt(fields), fields.get("completion")
     if isinstance(given, (list, dict)):
-        answer = answer_of(as_messages(given, fields.place), fields.place)
+        answer = answer_text(as_messages(given, fields.place), fields.place)
         if is_empty(answer) and not empty:
             found = f"{fields.place}: {field_excerpt(given)}"
             raise UserError("`completion` is empty", found=found, remedy="fill in or remove that row")
-        return as_chat(prompt), answer
+        return to_messages(prompt), answer
     return prompt, fields.text("completion", empty=empty)
 
 
 # Pairs ---------------------------------------------------------------------------------------------------
 
 
-def _preference(fields: Fields) -> Preference:
+def _preference(fields: RowFields) -> Preference:
     if not fields.has("chosen", "rejected"):
         raise fields.missing("`chosen` and `rejected`, with `prompt` or `messages` or as conversations")
     margin = fields.number("margin")
-    prompt, chosen, rejected = pair_field(fields)
+    prompt, chosen, rejected = read_pair(fields)
     if chosen == rejected:
-        raise Skip(SAME)
+        raise SkipRow(SAME)
     return Preference(prompt, chosen, rejected, margin, fields.place)
 
 
 # Prompts -------------------------------------------------------------------------------------------------
 
 
-def _prompt(fields: Fields) -> Prompt:
+def _prompt(fields: RowFields) -> Prompt:
     if fields.has("prompt") or fields.has("messages"):
         name = "prompt" if fields.has("prompt") else "messages"
-        prompt = prompt_field(fields)
+        prompt = read_prompt(fields)
         used = {name}
     elif fields.has(*SIDES):
-        prompt, _, _ = pair_field(fields)
+        prompt, _, _ = read_pair(fields)
         used = set(SIDES)
     else:
         raise fields.missing("`prompt`, `messages`, or `chosen` and `rejected` that hold it")

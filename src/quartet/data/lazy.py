@@ -16,17 +16,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
 from typing import Any, BinaryIO, Generic, TypeVar, overload
 
-from quartet.config.errors import UserError, described
-from quartet.data.formats import NothingLeft, Parsed
-from quartet.data.readers import Row
-from quartet.observe.process import end_pool
+from quartet.config.errors import UserError, describe_error
+from quartet.data.formats import NoRowsLeft, ParsedRows
+from quartet.data.readers import DataRow
+from quartet.observe.process import end_thread_pool
 
 T = TypeVar("T")
 _IN_MEMORY = 4 << 20
 """Bytes that wait in memory to be written; few rows never reach the disk."""
 
 
-class Rows(Sequence[T]):
+class LazyRows(Sequence[T]):
     """A sequence that says how to get one of its objects."""
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Rows(Sequence[T]):
         return self._one(number)
 
 
-class Spool(Rows[T]):
+class TempFileRows(LazyRows[T]):
     """Objects kept, pickled, in a temporary file that vanishes with the process.
 
     They may be read by several threads at a time, and by forked processes.
@@ -107,7 +107,7 @@ def _pickled(item: Any) -> bytes:
         named = [repr(name) for name, value in columns.items() if not _can_be_pickled(value)]
         raise UserError(
             "a row of the data cannot be kept: it holds what is no plain data",
-            found=f"{getattr(item, 'place', 'a row')}, {', '.join(named) or 'somewhere'}: {described(error)}",
+            found=f"{getattr(item, 'place', 'a row')}, {', '.join(named) or 'somewhere'}: {describe_error(error)}",
             remedy="keep text, numbers, lists and dicts in the columns, and make the rest from them where it is used",
         ) from error
 
@@ -120,7 +120,7 @@ def _can_be_pickled(value: Any) -> bool:
     return True
 
 
-class Chained(Rows[T]):
+class ConcatRows(LazyRows[T]):
     """Sequences one after the other."""
 
     def __init__(self, parts: Sequence[Sequence[T]]) -> None:
@@ -135,7 +135,7 @@ class Chained(Rows[T]):
         return self._parts[part][number - (self._ends[part - 1] if part else 0)]
 
 
-class Unchecked(Rows[T]):
+class LazyExamples(LazyRows[T]):
     """What is made of rows when they are asked for; in the place of one that is left out stands the next that is not.
 
     Args:
@@ -145,12 +145,12 @@ class Unchecked(Rows[T]):
         seen: token ids of the rows that were asked for.
     """
 
-    def __init__(self, rows: Rows[Row], read: Callable[[Row, int], Any]) -> None:
+    def __init__(self, rows: LazyRows[DataRow], read: Callable[[DataRow, int], Any]) -> None:
         self.rows = rows
         self._read = read
         self.seen: set[int] = set()
         self._left_out = dict[int, str]()
-        self._told: Parsed[T] = Parsed()
+        self._told: ParsedRows[T] = ParsedRows()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -162,7 +162,7 @@ class Unchecked(Rows[T]):
             row = self.rows[other]
             try:
                 found = self._read(row, other)
-            except NothingLeft as reason:
+            except NoRowsLeft as reason:
                 self._left_out[other] = row.place
                 self._told.skip(reason.reason, row.place)
                 continue
@@ -219,7 +219,7 @@ class Prefetcher(Generic[T]):
         try:
             return self._make(number)
         finally:
-            end_pool()  # one that idles here slows down what computes elsewhere
+            end_thread_pool()  # one that idles here slows down what computes elsewhere
 
     def close(self) -> None:
         """Waits for the one in preparation and forgets the others. May be called again."""

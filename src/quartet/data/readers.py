@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
-from quartet.config.nearest import missing_file
-from quartet.config.plugins import storage
+from quartet.config.nearest import missing_file_error
+from quartet.config.plugins import storage_for
 from quartet.config.strict import is_url
 
 Values = Iterator[tuple[int, dict[str, Any]]]
@@ -29,7 +29,7 @@ _LONGEST_CELL = 1 << 24
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One row of a data file.
 
     Args:
@@ -45,7 +45,7 @@ class Row:
         return f"{self.source}:{self.line}"
 
 
-def shown_places(places: Sequence[str], most: int = 5) -> str:
+def format_places(places: Sequence[str], most: int = 5) -> str:
     """Writes ``a.jsonl:3, 17, 20, …`` for the first ``most`` places; the file is named once."""
     shown: list[str] = []
     last = None
@@ -56,7 +56,7 @@ def shown_places(places: Sequence[str], most: int = 5) -> str:
     return ", ".join([*shown, *(["…"] if len(places) > most else [])])
 
 
-def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
+def iter_rows(config: DataConfig | SourceConfig) -> Iterator[DataRow]:
     """Reads all rows (the first ``config.limit``) under the file's own column names; in pieces, but for JSON documents.
 
     A path with a known ending, or one that exists, is a file; anything else is the name of a hub data set.
@@ -75,7 +75,7 @@ def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
         )
     is_meant_as_path = reader is not None or (name.startswith((".", "/", "~")) and not path.exists())
     if is_meant_as_path and not path.is_file():
-        raise missing_file("there is no such data file", path)
+        raise missing_file_error("there is no such data file", path)
     if reader is None:
         found = _hub(str(path) if is_url(name) else name, config.config, config.split)
     else:
@@ -84,7 +84,7 @@ def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
     is_empty = True
     for line, values in itertools.islice(found, config.limit):
         is_empty = False
-        yield Row(values, name, line)
+        yield DataRow(values, name, line)
     if is_empty:
         raise UserError("the data file holds no rows", found=name, remedy="name a file with data in it")
 
@@ -105,7 +105,7 @@ def _check_file_options(config: DataConfig | SourceConfig) -> None:
 
 def _located(name: str) -> Path:
     """Returns the path on this machine; of a URL, of the copy that is brought here once."""
-    return storage(name).local_copy() if is_url(name) else Path(name).expanduser()
+    return storage_for(name).local_copy() if is_url(name) else Path(name).expanduser()
 
 
 def _format_of(path: Path) -> str:

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from quartet.batch.trajectory import TrajectoryEnd
-from quartet.config.errors import UserError, as_score, described, excerpt, raised_at
+from quartet.config.errors import UserError, describe_error, error_location, excerpt, parse_score
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
-from quartet.envs.transcript import EpisodeLimits, Seen, StateError
+from quartet.envs.transcript import EpisodeLimits, ObservedState, StateError
 from quartet.observe.global_state import RandomStateGuard
 from quartet.text.examples import PromptText
 
@@ -27,7 +27,7 @@ class EpisodeError(UserError):
     """An environment failed. Raised before any update is made with its rewards, so the run can be resumed."""
 
 
-class NoRoom(Exception):
+class ContextFull(Exception):
     """The state leaves no room for an action; it has so many tokens."""
 
     def __init__(self, held: int) -> None:
@@ -35,10 +35,10 @@ class NoRoom(Exception):
         super().__init__(held)
 
 
-class Act(Protocol):
+class ActFunction(Protocol):
     """The policy, as an episode sees it."""
 
-    async def __call__(self, turn: int, seen: Seen) -> str:
+    async def __call__(self, turn: int, seen: ObservedState) -> str:
         """Returns the text of an action: a function of the episode and the turn.
 
         Raises:
@@ -67,7 +67,7 @@ class FinishedEpisode:
 
 
 async def run_episode(
-    name: str, make: EnvironmentFactory, item: Item, act: Act, limits: EpisodeLimits
+    name: str, make: EnvironmentFactory, item: Item, act: ActFunction, limits: EpisodeLimits
 ) -> FinishedEpisode:
     """Runs the episode ``name`` with a fresh environment, which is closed at the end.
 
@@ -127,7 +127,7 @@ _TICKS = 20
 class _EpisodeRun:
     """One episode's calls of its environment, each with a time limit and an error that says where it was."""
 
-    def __init__(self, item: Item, act: Act, limits: EpisodeLimits, guard: RandomStateGuard) -> None:
+    def __init__(self, item: Item, act: ActFunction, limits: EpisodeLimits, guard: RandomStateGuard) -> None:
         self._item = item
         self._act = act
         self._limits = limits
@@ -140,11 +140,11 @@ class _EpisodeRun:
         if first is None:
             raise self._error("reset", "returned no observation: text or messages are expected")
         rewards: list[float] = []
-        seen = Seen(Observation(first.content, rewrites=True), begins=True)
+        seen = ObservedState(Observation(first.content, rewrites=True), begins=True)
         while True:
             try:
                 self._action = await self._acted(seen)
-            except NoRoom as error:
+            except ContextFull as error:
                 if self._turn == 0:
                     raise self._no_room(error.held) from None
                 return FinishedEpisode(name, TrajectoryEnd.CONTEXT, _total(rewards), None)
@@ -157,9 +157,9 @@ class _EpisodeRun:
             observation = _observation(result.observation)
             if observation is None:
                 raise self._error("step", f"returned {excerpt(result.observation)} as observation and is not done")
-            seen = Seen(observation, result.reward)
+            seen = ObservedState(observation, result.reward)
 
-    async def _acted(self, seen: Seen) -> str:
+    async def _acted(self, seen: ObservedState) -> str:
         """Returns the action on a state; one that cannot be tokenised is reported with its episode."""
         try:
             return await self._act(self._turn, seen)
@@ -193,7 +193,7 @@ class _EpisodeRun:
         except BaseException as error:  # User code may raise anything; it is passed on with its cause.
             if isinstance(error, TimeoutError) and own.limit.expired():
                 raise self._error(method, f"took longer than environment.timeout_s, {seconds:g} s") from error
-            raise self._error(method, f"raised {described(error)}", raised_at(error)) from error
+            raise self._error(method, f"raised {describe_error(error)}", error_location(error)) from error
         finally:
             own.end()
 
@@ -209,7 +209,7 @@ class _EpisodeRun:
             raise self._error("step", f"returned {excerpt(result)}, not a StepResult")
         if result.reward is None:
             return result
-        reward = as_score(result.reward)
+        reward = parse_score(result.reward)
         if isinstance(reward, str):
             raise self._error("step", f"returned the reward {reward}, which is no finite number")
         return replace(result, reward=reward)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from quartet.config.errors import UserError
-from quartet.config.plugins import added, load
+from quartet.config.plugins import load_object, plugin_entries
 from quartet.config.recipe import EnvironmentConfig
 from quartet.config.targets import load_target
 from quartet.observe.global_state import RandomStateGuard
@@ -140,7 +140,7 @@ def environment_factory(
                 remedy="set environment.target or environment.type, or pass the class",
             )
         with guard.held():
-            made = load(added("environments")[config.type]) if config.type is not None else None
+            made = load_object(plugin_entries("environments")[config.type]) if config.type is not None else None
             environment = made or load_target(config.target or "", "environment")
     _check(environment)
     return EnvironmentFactory(partial(environment, **config.options), guard)

@@ -47,7 +47,7 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedState:
     """What the policy sees before an action: the observation, a whole state (``rewrites``) or what is added to it, and
     the reward of the action before, None where that had none; ``begins``: an episode, perhaps once more."""
 
@@ -158,7 +158,7 @@ class Transcript:
             room = min(room, limits.max_tokens - closed - held)
         return room
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: ObservedState) -> None:
         """Books the reward of the action just appended, and goes on with the state after it.
 
         Raises:

@@ -72,7 +72,7 @@ class SiblingRun:
 
 
 @dataclass(frozen=True)
-class Inner:
+class InnerSegment:
     """A segment with descendants: its tokens ``start`` to ``end``, theirs from ``end`` to ``stop``."""
 
     start: int
@@ -164,8 +164,8 @@ class SegmentTree:
         return stops
 
     @cached_property
-    def inner(self) -> tuple[Inner, ...]:
-        return tuple(Inner(self.offsets[a], self.offsets[a + 1], stop) for a, stop in sorted(self.stops.items()))
+    def inner(self) -> tuple[InnerSegment, ...]:
+        return tuple(InnerSegment(self.offsets[a], self.offsets[a + 1], stop) for a, stop in sorted(self.stops.items()))
 
 
 def _join_only_children(lengths: Sequence[int], parents: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -248,7 +248,9 @@ class _TreeAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def _add_ancestor(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, node: Inner, scaling: float) -> None:
+def _add_ancestor(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, node: InnerSegment, scaling: float
+) -> None:
     """Joins to all descendants of ``node``, in place, what they see of its tokens."""
     below = slice(node.end, node.stop)
     k_node, v_node = k[:, :, node.start : node.end], v[:, :, node.start : node.end]
@@ -373,7 +375,7 @@ class PackedAttention:
         mask = self._masks.get(key)
         if mask is None:
             positions = torch.arange(num_keys, device=q.device)
-            mask = self._masks[key] = visible(positions[num_keys - length :], positions, rule)
+            mask = self._masks[key] = visibility_mask(positions[num_keys - length :], positions, rule)
         return masked_attention(q, k, v, mask, rule)
 
 
@@ -411,7 +413,7 @@ class RecordedAttention(PackedAttention):
         return super().attend(layer, q, k, v, rule)
 
 
-def visible(query_positions: Tensor, key_positions: Tensor, rule: AttentionParams) -> Tensor:
+def visibility_mask(query_positions: Tensor, key_positions: Tensor, rule: AttentionParams) -> Tensor:
     """Returns ``[..., Q, K]`` bool: causal, and inside the window where the layer has one."""
     distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
     allowed = distance >= 0
@@ -434,7 +436,7 @@ class NoContextError(RuntimeError):
     """A held model was called directly, or keeps keyword arguments from its attention layers."""
 
 
-def _attention(
+def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -465,21 +467,21 @@ def _attention(
     return out.transpose(1, 2), None
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, packed_attention)
 
 
 def install_attention(model: PreTrainedModel) -> None:
     """Switches ``model`` to the packed attention."""
-    if is_installed(model):
+    if is_attention_installed(model):
         return
-    former = own_attention(model)
+    former = original_attention(model)
     found = "it does not use transformers' attention interface"
     try:
         model.set_attn_implementation(NAME)
     except ValueError as error:
         found = str(error).splitlines()[0]
     # Families without the interface only log a warning and stay as they were.
-    if not is_installed(model):
+    if not is_attention_installed(model):
         raise UserError(
             f"{type(model).__name__} cannot run on packed sequences",
             found=found,
@@ -489,18 +491,18 @@ def install_attention(model: PreTrainedModel) -> None:
     setattr(model, _FORMER, former)
 
 
-def is_installed(model: PreTrainedModel) -> bool:
+def is_attention_installed(model: PreTrainedModel) -> bool:
     return bool(model.config._attn_implementation == NAME)
 
 
-def own_attention(model: PreTrainedModel) -> str:
+def original_attention(model: PreTrainedModel) -> str:
     """Returns the attention implementation that ``model`` has when it is not taken over."""
-    name = getattr(model, _FORMER, None) if is_installed(model) else model.config._attn_implementation
+    name = getattr(model, _FORMER, None) if is_attention_installed(model) else model.config._attn_implementation
     return str(name or "sdpa")
 
 
-def restore(model: PreTrainedModel) -> None:
-    model.set_attn_implementation(own_attention(model))
+def uninstall_attention(model: PreTrainedModel) -> None:
+    model.set_attn_implementation(original_attention(model))
 
 
 BLOCK = 128

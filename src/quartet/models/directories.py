@@ -6,12 +6,12 @@ leave out what is too much.
 A model directory written tensor by tensor: what ``save_pretrained`` writes, byte for byte, without a whole state.
 
 For models that no process holds as a whole: all of their ranks call, tensors become whole on the first rank one at a
-time (``Gather``), and that rank writes each to its place in a file whose header is already there. Adapters are added to
-one layer's weight after the other.
+time (``GatherFunctions``), and that rank writes each to its place in a file whose header is already there. Adapters are
+added to one layer's weight after the other.
 
 Most families' files have the model's own names. transformers keeps rules for the others (``conversion_mapping``):
 names that are changed, and *conversions* of a few tensors into a few others, as the experts of a layer into one tensor.
-transformers applies them to whole models; here each is a ``Conversion`` that is done when its tensors are needed.
+transformers applies them to whole models; here each is a ``WeightConversion`` that is done when its tensors are needed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import load_state_dict, remove_tied_weights_from_state_dict
 
 from quartet.config import UserError
-from quartet.models.attention import own_attention
-from quartet.text.loading import local_or_hub, needs_own_code
+from quartet.models.attention import original_attention
+from quartet.text.loading import custom_code_error, resolve_model_directory
 from quartet.weights.manifest import dtype_name
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def weight_paths(source: str) -> list[Path]:
     Raises:
         OSError: there are none.
     """
-    folder = Path(local_or_hub(source, "model"))
+    folder = Path(resolve_model_directory(source, "model"))
     for name in ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"):
         file = folder / name
         if not file.is_file():
@@ -133,7 +133,7 @@ _NAMED = 3
 
 
 @contextlib.contextmanager
-def loading(path: str, kind: str) -> Iterator[None]:
+def naming_load_errors(path: str, kind: str) -> Iterator[None]:
     """Turns into a user error whatever reading the directory at ``path`` in the ``with`` block runs into."""
     try:
         yield
@@ -141,7 +141,7 @@ def loading(path: str, kind: str) -> Iterator[None]:
         raise
     # Broken configs and weights come back as almost every kind of exception there is.
     except Exception as error:
-        if (refused := needs_own_code(error, path)) is not None:
+        if (refused := custom_code_error(error, path)) is not None:
             raise refused from None
         raise UserError(
             f"{path!r} cannot be loaded as a {kind}",
@@ -189,7 +189,7 @@ def _headers(source: str) -> dict[str, torch.Tensor]:
     return {n: tensor for part in parts for n, tensor in load_state_dict(str(part), map_location="meta").items()}
 
 
-def named(names: Collection[str]) -> str:
+def format_names(names: Collection[str]) -> str:
     """Tells the first names, and how many there are."""
     first = ", ".join(sorted(names)[:_NAMED])
     return first if len(names) <= _NAMED else f"{first} and {len(names) - _NAMED} more"
@@ -238,7 +238,7 @@ def _tie_equal(model: PreTrainedModel, source: str) -> None:
                 model.tie_weights()
 
 
-def on_meta(models: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
+def copy_to_meta(models: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
     """Makes copies on the meta device: modules, configs, names and shapes, without contents; what is shared
     still is.
     """
@@ -262,7 +262,9 @@ def check_loaded(model: PreTrainedModel, path: str, info: dict[str, Any]) -> Non
     """
     check_finite(model, path)
     extra = info["unexpected_keys"]
-    vars(model)["quartet_load_remarks"] = (f"{path}: tensors that belong nowhere: {named(extra)}",) if extra else ()
+    vars(model)["quartet_load_remarks"] = (
+        (f"{path}: tensors that belong nowhere: {format_names(extra)}",) if extra else ()
+    )
 
 
 def check_finite(model: PreTrainedModel, name: str) -> None:
@@ -280,7 +282,7 @@ def check_finite(model: PreTrainedModel, name: str) -> None:
     if broken:
         raise UserError(
             f"the weights of {name!r} are not finite",
-            found=f"NaN or infinity in {named(broken)}",
+            found=f"NaN or infinity in {format_names(broken)}",
             remedy="use a checkpoint from before its training diverged, or download it again",
         )
 
@@ -294,7 +296,7 @@ def load_warnings(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class WeightConversion:
     """Tensors that become others together; most often one that only has another name.
 
     Attributes:
@@ -358,10 +360,10 @@ def meta_twin(model: PreTrainedModel) -> PreTrainedModel:
     """
     config = copy.deepcopy(model.config)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return type(model)._from_config(config, dtype=torch.float32, attn_implementation=own_attention(model))
+        return type(model)._from_config(config, dtype=torch.float32, attn_implementation=original_attention(model))
 
 
-def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[list[Conversion], list[str]]:
+def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[list[WeightConversion], list[str]]:
     """Finds how files' tensors become the model's, and the names of those that belong nowhere.
 
     Args:
@@ -370,7 +372,7 @@ def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[
     """
     expected, prefix = twin.state_dict(), twin.base_model_prefix
     renamings, converters = _split_rules(get_model_conversion_mapping(twin))
-    found: dict[str, Conversion] = {}
+    found: dict[str, WeightConversion] = {}
     extra = []
     for name in sorted(names, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, expected)
@@ -383,7 +385,7 @@ def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[
     return list(found.values()), extra
 
 
-def conversions_to_save(model: PreTrainedModel, twin: PreTrainedModel, names: Iterable[str]) -> list[Conversion]:
+def conversions_to_save(model: PreTrainedModel, twin: PreTrainedModel, names: Iterable[str]) -> list[WeightConversion]:
     """Finds how the model's tensors become those of its files, as ``save_pretrained`` does it.
 
     Args:
@@ -397,7 +399,7 @@ def conversions_to_save(model: PreTrainedModel, twin: PreTrainedModel, names: It
         found = get_model_conversion_mapping(twin, add_legacy=False)
         forward = [transform for transform in found if not isinstance(transform, PrefixChange)]
     renamings, converters = _split_rules([transform.reverse_transform() for transform in reversed(forward)])
-    made: dict[str, Conversion] = {}
+    made: dict[str, WeightConversion] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, [], converters)
         if pattern is None:
@@ -412,10 +414,14 @@ def _split_rules(transforms: Iterable[WeightTransform]) -> tuple[list[WeightRena
 
 
 def _add(
-    found: dict[str, Conversion], target: str, name: str, pattern: str | None, converters: Sequence[WeightConverter]
+    found: dict[str, WeightConversion],
+    target: str,
+    name: str,
+    pattern: str | None,
+    converters: Sequence[WeightConverter],
 ) -> None:
     rule = next((c for c in converters if pattern in c.source_patterns), None) if pattern is not None else None
-    conversion = found.setdefault(target, Conversion(target, rule))
+    conversion = found.setdefault(target, WeightConversion(target, rule))
     conversion.sources.setdefault(pattern or name, []).append(name)
 
 
@@ -426,7 +432,7 @@ _ORDER = ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "F16", "BF16", "I32",
 
 
 @dataclass(frozen=True)
-class Gather:
+class GatherFunctions:
     """How a sharded model's tensors become whole.
 
     Args:
@@ -438,7 +444,7 @@ class Gather:
     whole: Callable[[Tensor], Tensor | None]
 
 
-WHOLE = Gather(is_first=True, whole=lambda tensor: tensor)
+WHOLE = GatherFunctions(is_first=True, whole=lambda tensor: tensor)
 """Of a model that this process has as a whole."""
 
 
@@ -477,7 +483,7 @@ class SafetensorsWriter:
         self._file.close()
 
 
-def save_gathered(packed: PackedModel, path: Path, gather: Gather, *, num_new_rows: int = 0) -> None:
+def save_gathered(packed: PackedModel, path: Path, gather: GatherFunctions, *, num_new_rows: int = 0) -> None:
     """Writes what ``packed.model.save_pretrained(path)`` writes, with merged adapters. All ranks call it.
 
     Args:
@@ -522,7 +528,7 @@ def _write(
     twin: PreTrainedModel,
     path: Path,
     outline: Mapping[str, Tensor],
-    conversions: Sequence[Conversion],
+    conversions: Sequence[WeightConversion],
     parts: Iterable[dict[str, Any]],
 ) -> None:
     """
@@ -540,14 +546,17 @@ def _write(
 
 
 def _convert_and_write(
-    conversion: Conversion, sources: dict[str, Tensor], twin: PreTrainedModel, writers: Mapping[str, SafetensorsWriter]
+    conversion: WeightConversion,
+    sources: dict[str, Tensor],
+    twin: PreTrainedModel,
+    writers: Mapping[str, SafetensorsWriter],
 ) -> None:
     """Converts and writes what one conversion makes; apart, so that nothing of it lives on in the next."""
     for name, tensor in conversion.convert(sources.pop, twin).items():
         writers[name].write(name, tensor)
 
 
-def save_tensors(path: Path, named: Mapping[str, Tensor], gather: Gather) -> None:
+def save_tensors(path: Path, named: Mapping[str, Tensor], gather: GatherFunctions) -> None:
     """Writes the named tensors into one safetensors file. All ranks call it; raises as ``save_gathered``."""
     tensors = ((name, gather.whole(tensor)) for name, tensor in named.items())
     with _draining(tensors):

@@ -12,8 +12,9 @@ refuses one that does otherwise):
   numbers at a time and what is left over one by one, with other bits: so the numbers of a layer are a multiple of 32.
 * **Query rows.** The same holds inside attention: at least 16 query rows per key/value head.
 * **Keys.** The flash kernel of the CPU takes keys in blocks of 512, and inside a block it splits sums by the block's
-  length once that is above some length. So a last block has a multiple of 32 keys up to there (``unsplit_keys``), else
-  all 512, whatever a query still sees of it: masked keys add zeros at the end of every sum.
+  length once that is above some length. So a last block has a multiple of 32 keys up to there
+  (``max_keys_summed_at_once``), else all 512, whatever a query still sees of it: masked keys add zeros at the end of
+  every sum.
 
 Then a query's output depends on itself and on the keys up to it alone: trainer, prefill and decode call the same two
 functions below with any cut of rows and any larger number of keys.
@@ -30,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quartet.models.attention import AttentionContext, AttentionParams, cpu_flash, visible
+from quartet.models.attention import AttentionContext, AttentionParams, cpu_flash, visibility_mask
 
 MIN_ROWS = 16
 """Rows of every product, and query rows of every attention call, at least."""
@@ -44,7 +45,7 @@ CALL_ROWS = 256
 
 @cache
 @torch.no_grad()
-def unsplit_keys() -> int:
+def max_keys_summed_at_once() -> int:
     """Counts the keys of a last block up to which this processor sums as in a whole block; a multiple of 32, at most
     256.
 
@@ -63,15 +64,15 @@ def unsplit_keys() -> int:
     return CALL_ROWS
 
 
-def key_length(num_keys: int) -> int:
+def padded_key_length(num_keys: int) -> int:
     """Returns the number of keys to hand to a kernel, of which the first ``num_keys`` are wanted."""
     whole, rest = divmod(num_keys, KEY_BLOCK)
-    if rest > unsplit_keys():
+    if rest > max_keys_summed_at_once():
         return (whole + 1) * KEY_BLOCK
     return whole * KEY_BLOCK + _round_up(rest, VECTOR)
 
 
-def row_step(body: nn.Module) -> int:
+def row_multiple(body: nn.Module) -> int:
     """Returns the number of which a pack's tokens must be a multiple, so that the numbers of every layer are one of 32.
 
     Args:
@@ -97,7 +98,7 @@ def additive_mask(query_positions: Tensor, num_keys: int, rule: AttentionParams,
     """Makes the mask ``[..., R] → [..., R, K]``: 0 where a query sees a key (positions 0 to ``num_keys - 1``), else
     -inf.
     """
-    allowed = visible(query_positions, torch.arange(num_keys), rule)
+    allowed = visibility_mask(query_positions, torch.arange(num_keys), rule)
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
@@ -105,7 +106,7 @@ def exact_masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: 
     """Attends with ``q [n, H, R, D]``, ``k, v [n, Hk, K, D]``, additive ``mask [n | 1, 1, R | 1, K]`` →
     ``[n, H, R, D]``.
 
-    At least 16 rows, and as many keys as ``key_length`` says. Differentiable.
+    At least 16 rows, and as many keys as ``padded_key_length`` says. Differentiable.
     """
     if rule.softcap is None:
         out: Tensor = cpu_flash(q, k, v, 0.0, False, attn_mask=mask, scale=rule.scaling)[0]
@@ -185,7 +186,7 @@ class ExactPackedAttention(ExactContext):
             for offset in range(0, length, CALL_ROWS):
                 rows = own[offset : offset + CALL_ROWS]
                 start, stop = depth + offset, depth + offset + len(rows)
-                key = (start, _round_up(len(rows), VECTOR), key_length(stop))
+                key = (start, _round_up(len(rows), VECTOR), padded_key_length(stop))
                 call = calls.setdefault(key, _Call(*key, [], []))
                 call.rows.append(rows)
                 call.keys.append(chains[-1][:stop])

@@ -26,15 +26,15 @@ from transformers.utils import logging as transformers_logging
 
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
-from quartet.models.attention import own_attention
+from quartet.models.attention import original_attention
 from quartet.models.directories import (
     WHOLE,
     check_finite,
     check_loaded,
+    format_names,
     load_warnings,
     load_weights,
-    loading,
-    named,
+    naming_load_errors,
     read_config,
     save_gathered,
 )
@@ -46,14 +46,14 @@ from quartet.models.packed_model import (
     Precision,
     Recomputation,
 )
-from quartet.models.packing_probe import check_exact, positions_are_relative, probe, tiny_random_model
+from quartet.models.packing_probe import check_exact, has_relative_positions, probe_packing, tiny_random_model
 from quartet.remote.hub import split_name
 from quartet.text.loading import (
     PAD_TOKEN,
-    brings_code,
-    drop_unused_code,
+    drop_unused_auto_map,
+    has_custom_code,
     load_generation_config,
-    local_or_hub,
+    resolve_model_directory,
     save_tokenizer,
 )
 
@@ -165,9 +165,9 @@ def load_causal_lm(path: str, *, empty: bool = False, trust_remote_code: bool = 
         UserError: not a model, one whose weights do not fit its config, or one without a language-model head (a reward
             model, say): transformers would quietly take embeddings or random numbers for it.
     """
-    source = local_or_hub(path, "model")
+    source = resolve_model_directory(path, "model")
     trust = {"trust_remote_code": trust_remote_code}
-    with _quiet(), loading(path, "causal language model"):
+    with _quiet(), naming_load_errors(path, "causal language model"):
         config = read_config(source, **trust)
         model, info = load_weights(AutoModelForCausalLM, source, config, empty=empty, **trust)
         generation = load_generation_config(source)
@@ -177,7 +177,9 @@ def load_causal_lm(path: str, *, empty: bool = False, trust_remote_code: bool = 
     if stray or info["missing_keys"]:
         raise UserError(
             f"{path!r} is not a causal language model",
-            found=f"its weights lack {named(info['missing_keys'])}" if info["missing_keys"] else f"a head {stray}",
+            found=f"its weights lack {format_names(info['missing_keys'])}"
+            if info["missing_keys"]
+            else f"a head {stray}",
             remedy="name a whole directory of a language model (what `quartet sft` or `quartet rl` calls model/)",
         )
     check_loaded(model, path, info)
@@ -191,15 +193,15 @@ def _named(model: PreTrainedModel, path: str) -> PreTrainedModel:
     return model
 
 
-def outlined(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_on_meta(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Makes the causal LM that config.json at ``path`` describes, on the meta device; weights need not be there.
 
     Raises:
         UserError: it describes none.
     """
     trust = {"trust_remote_code": trust_remote_code}
-    with _quiet(), loading(path, "causal language model"), torch.device("meta"):
-        config = read_config(local_or_hub(path, "model"), **trust)
+    with _quiet(), naming_load_errors(path, "causal language model"), torch.device("meta"):
+        config = read_config(resolve_model_directory(path, "model"), **trust)
         outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, **trust)
     return outline
 
@@ -210,9 +212,9 @@ def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool
     Raises:
         UserError: the directory holds no scalar head (a causal LM, say), more than one label, or no whole model.
     """
-    source = local_or_hub(path, "model")
+    source = resolve_model_directory(path, "model")
     trust = {"trust_remote_code": trust_remote_code}
-    with _quiet(), loading(path, "sequence-classification model"):
+    with _quiet(), naming_load_errors(path, "sequence-classification model"):
         config = read_config(source, **trust)
         if config.num_labels != 1:
             raise UserError(
@@ -224,7 +226,7 @@ def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool
     if info["missing_keys"]:
         raise UserError(
             f"{path!r} is not a reward model",
-            found=f"its weights lack {named(info['missing_keys'])}",
+            found=f"its weights lack {format_names(info['missing_keys'])}",
             remedy="train one with `quartet reward-model`",
         )
     check_loaded(model, path, info)
@@ -247,8 +249,8 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
             scalar = AutoModelForSequenceClassification.from_config(
                 config,
                 dtype=torch.float32,
-                attn_implementation=own_attention(model),
-                trust_remote_code=brings_code(model),
+                attn_implementation=original_attention(model),
+                trust_remote_code=has_custom_code(model),
             )
             head = scalar.score
         except (ValueError, AttributeError) as error:
@@ -260,12 +262,12 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     body = getattr(model, model.base_model_prefix)
     getattr(scalar, scalar.base_model_prefix).load_state_dict(body.state_dict())
     with torch.no_grad():
-        head.weight.copy_(fresh_head(head.weight.shape, seed))
+        head.weight.copy_(init_scalar_head(head.weight.shape, seed))
     vars(scalar)["quartet_load_remarks"] = load_warnings(model)
     return scalar.float().eval()
 
 
-def fresh_head(shape: torch.Size, seed: int) -> Tensor:
+def init_scalar_head(shape: torch.Size, seed: int) -> Tensor:
     """Draws the head ``[1, D]`` of a new scalar model; entries have standard deviation ``1 / (D + 1)``."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / (shape[1] + 1)
 
@@ -300,9 +302,9 @@ def _take_over(
             return packed
         # Fresh adapters add zeros, which would hide what they do to the bits.
         with packed.adapters.stirred() if packed.adapters is not None else contextlib.nullcontext():
-            probe(packed)
+            probe_packing(packed)
             # Measured now: a model that is saved may be away from its device.
-            packed.relative_positions = positions_are_relative(packed)
+            packed.relative_positions = has_relative_positions(packed)
             if packed.numerics == "exact":
                 check_exact(packed)
     except BaseException as error:
@@ -408,13 +410,13 @@ def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path, *
                     packed.model.save_pretrained(path)
             if gather.is_first:
                 if (config := written / "config.json").is_file():
-                    drop_unused_code(config, packed.model, packed.model.config)
-                trust = brings_code(packed.model)
+                    drop_unused_auto_map(config, packed.model, packed.model.config)
+                trust = has_custom_code(packed.model)
                 warning = save_tokenizer(tokenizer, written, trust_remote_code=trust) or warning
     return warning
 
 
-def load_trained(path: Path, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+def load_saved_model(path: Path, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     """Loads the model that ``save_causal_lm`` or ``save_scalar_model`` has written at ``path``, in evaluation mode.
 
     Args:
@@ -473,7 +475,7 @@ def _config_eos_ids(model: PreTrainedModel) -> set[int]:
     return set(found) if isinstance(found, list | tuple) else set() if found is None else {int(found)}
 
 
-def seen_tokens(vocab_size: int, batches: Iterator[Tensor]) -> Tensor:
+def seen_token_mask(vocab_size: int, batches: Iterator[Tensor]) -> Tensor:
     """Returns ``[V]`` bool: ids that occur in any of the id tensors."""
     seen = torch.zeros(vocab_size, dtype=torch.bool)
     for ids in batches:

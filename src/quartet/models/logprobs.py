@@ -51,7 +51,7 @@ _CANDIDATES = 256
 
 
 @dataclass(frozen=True)
-class Limits:
+class SamplingLimits:
     """What is cut off from a row of log-probabilities, as sampling parameters have it."""
 
     top_p: float
@@ -85,7 +85,7 @@ class Truncation:
     open_ended: bool
 
     @classmethod
-    def build(cls, asked: Mapping[int, Limits], vocab_size: int, device: torch.device) -> Truncation | None:
+    def build(cls, asked: Mapping[int, SamplingLimits], vocab_size: int, device: torch.device) -> Truncation | None:
         """Makes the truncation of the rows with these indices, as each of them asks."""
         if not asked:
             return None
@@ -107,21 +107,21 @@ class Truncation:
 
 
 @torch.no_grad()
-def left_out(z: Tensor, labels: Tensor, limits: Limits | Truncation) -> Tensor:
+def truncation_mask(z: Tensor, labels: Tensor, limits: SamplingLimits | Truncation) -> Tensor:
     """Finds what ``limits`` leave out, ``[R, V]`` from scaled logits ``z [R, V]``; tokens of ``labels [R]`` stay.
 
     A label was sampled from what was kept, if not to the last bit of these logits: where rounding would leave it out,
     it is one more that is kept.
     """
-    if isinstance(limits, Limits):
+    if isinstance(limits, SamplingLimits):
         found = Truncation.build(dict.fromkeys(range(len(z)), limits), z.shape[-1], z.device)
         assert found is not None, "there is no block without rows"
         limits = found
-    outside = truncate((z - z.amax(-1, keepdim=True)).exp_(), limits) <= 0
+    outside = truncate_probs((z - z.amax(-1, keepdim=True)).exp_(), limits) <= 0
     return outside.scatter_(-1, labels.unsqueeze(-1), False)
 
 
-def truncate(weights: Tensor, truncation: Truncation) -> Tensor:
+def truncate_probs(weights: Tensor, truncation: Truncation) -> Tensor:
     """Zeroes what top-k, then top-p of the rest, then min-p leave out, in place; at least one token stays.
 
     The last token kept by top-p is the one whose probability makes the sum reach ``top_p`` (Holtzman et al.,
@@ -147,13 +147,13 @@ def _last_kept(weights: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]
         # Asking which rows need more would wait for the device.
         size = vocab_size
     if not truncation.open_ended or size == vocab_size:
-        return _ranked_limits(largest(weights, size), top_k, top_p, total)
+        return _ranked_limits(top_k_values(weights, size), top_k, top_p, total)
     threshold = weights.new_zeros(len(weights), 1)
     count = torch.full_like(threshold, vocab_size, dtype=torch.int64)
 
     def settle(which: Tensor, num: int) -> Tensor:
         """Takes the limits from the ``num`` most likely tokens; the rows for which those are too few."""
-        ranked = largest(weights[which], num)
+        ranked = top_k_values(weights[which], num)
         threshold[which], count[which] = _ranked_limits(ranked, top_k[which], top_p[which], total[which])
         enough = (top_k[which] <= num) | (ranked.sum(-1, dtype=torch.float64) >= top_p[which] * total[which])
         return which[~enough]
@@ -191,7 +191,7 @@ def _keep_first(weights: Tensor, threshold: Tensor, count: Tensor) -> None:
     weights.masked_fill_(~above | (equal & (equal.cumsum(-1) > num_equal)), 0.0)
 
 
-def largest(weights: Tensor, count: int) -> Tensor:
+def top_k_values(weights: Tensor, count: int) -> Tensor:
     """Picks ``[R, V] → [R, count]``, the largest in falling order."""
     if weights.device.type != "cpu":
         return weights.topk(count, dim=-1).values
@@ -211,7 +211,7 @@ LEAST = -1e30
 
 
 @dataclass(frozen=True)
-class LogprobRule:
+class LogprobOptions:
     """What is computed from a head's product, and in which portions.
 
     Attributes:
@@ -231,10 +231,10 @@ class LogprobRule:
     chunk: int = 1024
     entropy: bool = False
     entropy_grad: bool = True
-    limits: Limits | None = None
+    limits: SamplingLimits | None = None
 
 
-class VocabularyPart(Protocol):
+class VocabShard(Protocol):
     """The rows of a head that this rank has, where several have them between them."""
 
     def local(self, weight: Tensor) -> Tensor:
@@ -252,8 +252,8 @@ def token_logprobs(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    rule: LogprobRule,
-    part: VocabularyPart | None = None,
+    rule: LogprobOptions,
+    part: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log-probabilities of ``labels [M]`` after ``hidden [M, D]`` under the head ``weight [V, D], bias [V]``.
 
@@ -271,9 +271,9 @@ def token_logprobs(
     return logprobs, entropies if rule.entropy else None
 
 
-def _kept(z: Tensor, labels: Tensor, rule: LogprobRule) -> Tensor:
+def _kept(z: Tensor, labels: Tensor, rule: LogprobOptions) -> Tensor:
     """Returns ``z [B, V]`` with -inf in place where tokens are left out."""
-    return z if rule.limits is None else z.masked_fill_(left_out(z, labels, rule.limits), -math.inf)
+    return z if rule.limits is None else z.masked_fill_(truncation_mask(z, labels, rule.limits), -math.inf)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -284,8 +284,8 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        rule: LogprobRule,
-        part: VocabularyPart | None,
+        rule: LogprobOptions,
+        part: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(weight, bias, rule)
         num_rows = hidden.shape[0]
@@ -318,7 +318,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, bias, labels, owned, normaliser, entropies = ctx.saved_tensors
-        rule: LogprobRule = ctx.rule
+        rule: LogprobOptions = ctx.rule
         head = _Head(weight, bias, rule)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normaliser)
@@ -344,7 +344,7 @@ class _TokenLogprobs(torch.autograd.Function):
 class _Head:
     """A linear head in its compute dtype, and how its rows are cut."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, rule: LogprobRule) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, rule: LogprobOptions) -> None:
         self.rule = rule
         self.weight = weight.to(rule.compute_dtype)
         self.bias = None if bias is None else bias.to(rule.compute_dtype)

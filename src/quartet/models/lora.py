@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quartet.config import UserError
 from quartet.config.common import ALL_LINEAR, LoRAConfig
-from quartet.models.directories import WHOLE, Gather, save_tensors
+from quartet.models.directories import WHOLE, GatherFunctions, save_tensors
 
 _ADAPTER = "default"
 """peft's name of a model's first adapter."""
@@ -76,10 +76,10 @@ class AdaptedLayer:
         return merged.to(weight.dtype)
 
     def take_out(self) -> None:
-        self.parent._modules[self.name] = self.base
+        setattr(self.parent, self.name, self.base)
 
     def put_in(self) -> None:
-        self.parent._modules[self.name] = self.adapted
+        setattr(self.parent, self.name, self.adapted)
 
 
 class Adapters:
@@ -104,7 +104,7 @@ class Adapters:
         self._model = model
         self.take_up_parameters()
         self._target_names = target_names
-        self.digest: Callable[[Iterable[tuple[str, Tensor]]], str] = digest_of
+        self.digest: Callable[[Iterable[tuple[str, Tensor]]], str] = named_tensors_digest
         self._is_in = True
         self._is_folded = False
 
@@ -169,14 +169,14 @@ class Adapters:
             RuntimeError: the adapters are out already.
         """
         with self.out():
-            own = [layer.base._parameters["weight"] for layer in self.layers]
+            own = [layer.base.weight for layer in self.layers]
             try:
                 for layer in self.layers:
-                    layer.base._parameters["weight"] = nn.Parameter(layer.merged_weight(), requires_grad=False)
+                    layer.base.weight = nn.Parameter(layer.merged_weight(), requires_grad=False)
                 yield
             finally:
                 for layer, weight in zip(self.layers, own, strict=True):
-                    layer.base._parameters["weight"] = weight
+                    layer.base.weight = weight
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -267,7 +267,7 @@ class Adapters:
                 remedy="resume with the model that the run started from, unchanged",
             )
 
-    def save(self, path: Path, gather: Gather = WHOLE) -> None:
+    def save(self, path: Path, gather: GatherFunctions = WHOLE) -> None:
         """Writes what ``PeftModel.from_pretrained`` loads on top of the base model.
 
         Args:
@@ -293,7 +293,7 @@ class Adapters:
         save_tensors(path / "adapter_model.safetensors", named, gather)
 
 
-def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
+def named_tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     """Returns the SHA-256 of names, dtypes, shapes and contents, in their order."""
     digest = hashlib.sha256()
     for name, tensor in named:
@@ -305,7 +305,7 @@ def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
 # Putting adapters in -------------------------------------------------------------------------------------
 
 
-def attach(
+def attach_adapters(
     model: PreTrainedModel, body: nn.Module, config: LoRAConfig, *, seed: int, head: nn.Module | None = None
 ) -> Adapters:
     """Puts fresh adapters into the linear layers of ``body`` and freezes everything else.
@@ -317,7 +317,7 @@ def attach(
     Raises:
         UserError: peft is not installed, the model has adapters already, or the section does not fit its layers.
     """
-    refuse_wrapped(model)
+    reject_peft_model(model)
     targets = _targets(body, config)
     names = _target_names(model, targets, config)
     paths = {id(module): path for path, module in model.named_modules()}
@@ -369,7 +369,7 @@ def _is_of_peft(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "peft"
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def reject_peft_model(model: nn.Module) -> None:
     """Raises for a model that has adapters of peft in it already.
 
     Raises:

@@ -40,7 +40,7 @@ def align_storages(model: nn.Module) -> int:
             continue
         if place not in copies:
             copies[place] = torch.empty(storage.nbytes(), dtype=torch.uint8).copy_(storage_bytes(storage))
-        tensor.data = reflected(tensor, copies[place])
+        tensor.data = view_like(tensor, copies[place])
     return len(copies)
 
 
@@ -54,7 +54,7 @@ def storage_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def reflected(tensor: Tensor, memory: Tensor) -> Tensor:
+def view_like(tensor: Tensor, memory: Tensor) -> Tensor:
     """Returns what lies in ``memory`` as ``tensor`` lies in its storage."""
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
     return torch.empty(0, dtype=tensor.dtype, device=memory.device).set_(memory.untyped_storage(), *place)
@@ -63,18 +63,18 @@ def reflected(tensor: Tensor, memory: Tensor) -> Tensor:
 # What an update makes stale ------------------------------------------------------------------------------
 
 
-class Derived(Protocol):
+class DerivedTensors(Protocol):
     """Holds tensors that were computed from a model's weights."""
 
     def drop(self) -> None:
         """Gives back the memory of what an update makes stale; the next use computes it again."""
 
 
-_DERIVED: WeakKeyDictionary[nn.Module, WeakSet[Derived]] = WeakKeyDictionary()
+_DERIVED: WeakKeyDictionary[nn.Module, WeakSet[DerivedTensors]] = WeakKeyDictionary()
 """No attribute of the model, so that copies of it do not take it along."""
 
 
-def note_derived(model: nn.Module, derived: Derived) -> None:
+def register_derived(model: nn.Module, derived: DerivedTensors) -> None:
     """Has ``drop_derived(model)`` reach ``derived`` from now on, for as long as something else refers to it."""
     _DERIVED.setdefault(model, WeakSet()).add(derived)
 

@@ -21,18 +21,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
-from quartet.config.plugins import load, weight_forms
+from quartet.config.plugins import load_object, weight_forms
 from quartet.models import attention
 from quartet.models.attention import AttentionContext
 from quartet.models.directories import WHOLE, load_warnings
-from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
-from quartet.models.logprobs import Limits, LogprobRule, VocabularyPart, token_logprobs
-from quartet.models.lora import Adapters, attach, refuse_wrapped
+from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_multiple
+from quartet.models.logprobs import LogprobOptions, SamplingLimits, VocabShard, token_logprobs
+from quartet.models.lora import Adapters, attach_adapters, reject_peft_model
 from quartet.models.memory import align_storages
 from quartet.models.work import ModelFlops, WorkCounter
 
@@ -88,10 +87,10 @@ class PackedModel:
         self.unshared_because = "a shared prompt gave other results than sequences alone"
         self.relative_positions = True
         self.adapters: Adapters | None = None
-        refuse_wrapped(model)
+        reject_peft_model(model)
         align_storages(model)
         attention.install_attention(model)
-        self._fused: list[nn.Module] = [m for form in weight_forms() for m in load(form.install)(model)]
+        self._fused: list[nn.Module] = [m for form in weight_forms() for m in load_object(form.install)(model)]
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed: list[nn.Module] = []
@@ -169,7 +168,7 @@ class PackedModel:
         Raises:
             RuntimeError: the model was released, so its own attention would ignore the context.
         """
-        if not attention.is_installed(self.model):
+        if not attention.is_attention_installed(self.model):
             raise RuntimeError(f"{type(self.model).__name__} was released; take it over again to run it packed")
         num_tokens = input_ids.shape[0]
         missing = 0
@@ -201,7 +200,7 @@ class PackedModel:
         Raises:
             UserError: peft is missing, or the section does not fit the model.
         """
-        self.adapters = attach(self.model, self.body, config, seed=seed, head=self._head_in_full)
+        self.adapters = attach_adapters(self.model, self.body, config, seed=seed, head=self._head_in_full)
 
     @property
     def _head_in_full(self) -> nn.Module | None:
@@ -239,8 +238,8 @@ class PackedModel:
         """Returns what autocast to bf16 rounds before every use: weights of linear layers that nothing else uses."""
         linear = [module for module in self.model.modules() if type(module) in (nn.Linear, Conv1D)]
         others = (m for m in self.model.modules() if type(m) not in (nn.Linear, Conv1D) or m is self._head_in_full)
-        kept = {parameter for module in others for parameter in module._parameters.values()}
-        return {p for module in linear for p in module._parameters.values() if p is not None} - kept
+        kept = {parameter for module in others for parameter in module.parameters(recurse=False)}
+        return {p for module in linear for p in module.parameters(recurse=False)} - kept
 
     def forget(self, gone: Collection[nn.Module]) -> None:
         """Lets go of modules that other ranks have from now on. What it says of the whole model it goes on saying."""
@@ -259,7 +258,7 @@ class PackedModel:
 
     @cached_property
     def _row_step(self) -> int:
-        return row_step(self.body)
+        return row_multiple(self.body)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -282,7 +281,7 @@ class PackedModel:
 
         Adapters are added to its weights: it then is the trained model, as after training all of them.
         """
-        attention.restore(self.model)
+        attention.uninstall_attention(self.model)
         if self.adapters is not None:
             self.adapters.fold()
         restore_forwards(self._checkpointed)
@@ -302,7 +301,7 @@ class PackedCausalLM(PackedModel):
 
     head: nn.Linear
     logit_scale = 1.0
-    vocabulary: VocabularyPart | None = None
+    vocabulary: VocabShard | None = None
 
     def _find_head(self, model: PreTrainedModel) -> nn.Linear:
         head = model.get_output_embeddings()
@@ -349,7 +348,7 @@ class PackedCausalLM(PackedModel):
         chunk: int = 1024,
         entropy: bool = False,
         entropy_grad: bool = True,
-        limits: Limits | None = None,
+        limits: SamplingLimits | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes log-probabilities (and entropies) of the temperature-scaled distribution, or of what ``limits``
         leave of it.
@@ -371,7 +370,7 @@ class PackedCausalLM(PackedModel):
         halved = self.precision == "bf16" and weight.dtype != torch.float64
         compute_dtype = torch.bfloat16 if halved else weight.dtype
         shape = self.logit_scale, self._softcap, chunk
-        rule = LogprobRule(compute_dtype, temperature, *shape, entropy, entropy_grad, limits)
+        rule = LogprobOptions(compute_dtype, temperature, *shape, entropy, entropy_grad, limits)
         rows = self._enough_rows(hidden)
         targets = F.pad(labels, (0, rows.shape[0] - num_rows))
         logprobs, entropies = token_logprobs(rows, weight, self.head.bias, targets, rule, self.vocabulary)
@@ -523,25 +522,25 @@ class CompiledLayers:
             )
         packed.unfuse()
         # For all models of the process.
-        function = ALL_ATTENTION_FUNCTIONS[attention.NAME]
-        if not getattr(function, "_torchdynamo_disable", False):
-            AttentionInterface.register(attention.NAME, torch.compiler.disable(function))
+        AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
         torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, _MIN_VARIANTS)
         self._calls = []
         for layer in self._layers:
             # On a GPU torch would otherwise time several forms of a kernel and keep the fastest.
-            options = {"deterministic": True} if backend == "inductor" else None
-            layer.compile(dynamic=True, backend=backend, options=options)
-            self._calls.append(layer._compiled_call_impl)
-            layer._compiled_call_impl = None
+            options: Any = {"deterministic": True} if backend == "inductor" else None
+            self._calls.append(torch.compile(layer.forward, dynamic=True, backend=backend, options=options))
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Runs the model's compiled layers in the ``with`` block."""
+        # Recomputation has put a forward on each instance.
+        own = [vars(layer).get("forward") for layer in self._layers]
         for layer, call in zip(self._layers, self._calls, strict=True):
-            layer._compiled_call_impl = call
+            layer.forward = call
         try:
             yield
         finally:
-            for layer in self._layers:
-                layer._compiled_call_impl = None
+            for layer, forward in zip(self._layers, own, strict=True):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward

@@ -37,8 +37,8 @@ from quartet.models.attention import (
     PackedAttention,
     RecordedAttention,
     masked_attention,
-    own_attention,
-    visible,
+    original_attention,
+    visibility_mask,
 )
 from quartet.models.exact import (
     MIN_ROWS,
@@ -46,7 +46,7 @@ from quartet.models.exact import (
     ExactPackedAttention,
     additive_mask,
     decode_attention,
-    key_length,
+    padded_key_length,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel
 
@@ -58,7 +58,7 @@ _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multip
 """Under these names configs keep a factor of the logits; some families multiply by it, others divide."""
 
 
-def probe(packed: PackedModel) -> float:
+def probe_packing(packed: PackedModel) -> float:
     """Compares packed runs with single ones: hidden states and, of a causal LM, logits.
 
     Hidden states show sequences that bleed whatever the head (a fresh one may be near 0); logits show what the
@@ -132,7 +132,7 @@ def check_decoding(packed: PackedModel) -> float:
 # Positions -----------------------------------------------------------------------------------------------
 
 
-def positions_are_relative(packed: PackedModel) -> bool:
+def has_relative_positions(packed: PackedModel) -> bool:
     """Tells whether a sequence may begin at any position, as it does in a batch that is padded on the left."""
     ids, positions = _tokens(packed)
     (rows, *_) = _chains()
@@ -170,11 +170,15 @@ def _stable_positions(config: PreTrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+_BOUNDED = "quartet_has_bounded_positions"
+
+
 def _bound_positions(packed: PackedModel) -> None:
     if _stable_positions(packed.model.config.get_text_config()) is None:
         return
-    # Copies of a model bring their hooks with them.
-    if _refuse_unstable not in packed.body._forward_pre_hooks.values():
+    # Copies of a model bring their hooks with them, and this mark.
+    if not getattr(packed.body, _BOUNDED, False):
+        setattr(packed.body, _BOUNDED, True)
         packed.body.register_forward_pre_hook(_refuse_unstable, with_kwargs=True)
 
 
@@ -223,7 +227,7 @@ def _alone(packed: PackedModel, sequences: list[Tensor]) -> tuple[list[Tensor], 
     """Computes hidden states of each sequence through the model's own attention, and a causal LM's logits
     of the first.
     """
-    attention.restore(packed.model)
+    attention.uninstall_attention(packed.model)
     try:
         hidden = [_one(packed.body, sequence).last_hidden_state.squeeze(0) for sequence in sequences]
         logits = _one(packed.model, sequences[0]).logits.squeeze(0) if isinstance(packed, PackedCausalLM) else None
@@ -282,7 +286,7 @@ class _Continued:
         for i, size in enumerate(self._sizes):
             new = slice(i, i + 1)
             positions = torch.arange(size + 1, device=q.device)
-            mask = visible(positions[-1:], positions, rule)
+            mask = visibility_mask(positions[-1:], positions, rule)
             seen_k, seen_v = torch.cat([keys[i], k[:, :, new]], 2), torch.cat([values[i], v[:, :, new]], 2)
             out.append(masked_attention(q[:, :, new], seen_k, seen_v, mask, rule))
         return torch.cat(out, 2)
@@ -431,7 +435,7 @@ class _ContinuedExactly(ExactContext):
     def __init__(self, beginnings: _Recorded, lengths: list[int]) -> None:
         self.beginnings = beginnings
         self.lengths = lengths
-        self.num_keys = key_length(max(lengths) + 1)
+        self.num_keys = padded_key_length(max(lengths) + 1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         num_rows = len(self.lengths)
@@ -498,7 +502,7 @@ def tiny_random_model(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedMod
         model: its weights are not read, so it may be on the meta device.
         seed: of all weights.
     """
-    kind, attention_name = type(model), own_attention(model)
+    kind, attention_name = type(model), original_attention(model)
     config = copy.deepcopy(model.config)
     try:
         _shrink(config)

@@ -77,7 +77,7 @@ class ModelFlops:
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkTotals:
     """What passes took, added up over passes and processes.
 
     Attributes:
@@ -102,7 +102,7 @@ class Work:
     sent: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def joined(cls, parts: Iterable[Work]) -> Work:
+    def joined(cls, parts: Iterable[WorkTotals]) -> WorkTotals:
         parts = list(parts)
         possible = [part.possible_flops for part in parts if part.possible_flops is not None]
         return cls(
@@ -136,10 +136,10 @@ class WorkCounter:
         finally:
             self._seconds += time.perf_counter() - begun
 
-    def take(self, device: torch.device, precision: str) -> Work:
+    def take(self, device: torch.device, precision: str) -> WorkTotals:
         """Returns what was counted since the last call."""
         peak, on_gpu = peak_flops(device, precision), device.type == "cuda"
-        found = Work(
+        found = WorkTotals(
             self.computed_tokens,
             self.useful_tokens,
             self.flops,

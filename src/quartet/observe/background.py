@@ -7,7 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
-from quartet.config.errors import described
+from quartet.config.errors import describe_error
 
 _USUAL_LIMIT = 4
 """Of pieces of one name in a ``BackgroundWriter``."""
@@ -166,4 +166,4 @@ class BestEffortThread:
                 self.num_dropped += 1
                 if not self._has_failed:
                     self._has_failed = True
-                    self._tell(f"{self._name} fails ({described(error)}): the run goes on without what it lacks")
+                    self._tell(f"{self._name} fails ({describe_error(error)}): the run goes on without what it lacks")

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quartet.config.errors import UserError, described
+from quartet.config.errors import UserError, describe_error
 from quartet.config.run import CallbackConfig, Recipe
 from quartet.config.targets import load_target
-from quartet.observe.health import Finding
+from quartet.observe.health import HealthFinding
 
 
 @dataclass
-class Control:
+class RunControl:
     """What a callback knows of its run, and changes about it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Callback:
         control: of the run, once a trainer has the callback.
     """
 
-    control: Control
+    control: RunControl
 
     def on_train_begin(self) -> None:
         """Is called when the directory is the run's own, and the first step is about to begin; also where a run is
@@ -59,7 +59,7 @@ class Callback:
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Is called when a row was written to ``metrics.jsonl``, with the held-out figures where there are any."""
 
-    def on_health(self, step: int, finding: Finding) -> None:
+    def on_health(self, step: int, finding: HealthFinding) -> None:
         """Is called when a check of the run's health has found something for the first time, in the metrics of
         ``step``.
         """
@@ -86,7 +86,7 @@ class Callbacks:
         saved: checkpoints that were completed, in another thread, since ``tell_saved``.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], control: Control) -> None:
+    def __init__(self, callbacks: Sequence[Callback], control: RunControl) -> None:
         self._all, self.control = tuple(callbacks), control
         self.stopped_by: str | None = None
         self.saved: deque[tuple[int, Path]] = deque()
@@ -107,7 +107,7 @@ class Callbacks:
             except Exception as error:  # It is user code.
                 raise UserError(
                     f"the callback {type(callback).__name__} failed in {point.__name__}",
-                    found=described(error),
+                    found=describe_error(error),
                     remedy="correct it, or leave it out; --resume goes on from the last checkpoint",
                 ) from error
             if self.control.should_stop and self.stopped_by is None:
@@ -132,7 +132,7 @@ class Callbacks:
                 self(Callback.on_exception, error)
 
 
-def as_callbacks(passed: Sequence[Callback], configs: Sequence[CallbackConfig]) -> list[Callback]:
+def build_callbacks(passed: Sequence[Callback], configs: Sequence[CallbackConfig]) -> list[Callback]:
     """Returns the callbacks passed from Python and those that the recipe names.
 
     Raises:
@@ -146,7 +146,7 @@ def as_callbacks(passed: Sequence[Callback], configs: Sequence[CallbackConfig]) 
         except Exception as error:  # It is user code.
             raise UserError(
                 "a callback of the recipe cannot be made",
-                found=f"{config.target}: {described(error)}",
+                found=f"{config.target}: {describe_error(error)}",
                 remedy="correct it, or callbacks.options",
             ) from error
     for callback in found:

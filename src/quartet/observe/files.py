@@ -100,7 +100,7 @@ def digested_file(path: Path) -> Iterator[DigestingFile]:
             raise
 
 
-def sync_directory(path: Path) -> None:
+def fsync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -125,7 +125,7 @@ def digest_files(directory: Path) -> dict[str, FileDigest]:
     return {path.relative_to(directory).as_posix(): digest_file(path) for path in files}
 
 
-def changed_file(directory: Path, written: Mapping[str, FileDigest]) -> str | None:
+def find_changed_file(directory: Path, written: Mapping[str, FileDigest]) -> str | None:
     """Finds the first file that is not as it was written, None where all are; more files than those do no harm."""
     for name, digest in written.items():
         try:
@@ -136,14 +136,14 @@ def changed_file(directory: Path, written: Mapping[str, FileDigest]) -> str | No
     return None
 
 
-def seal(value: Mapping[str, Any]) -> bytes:
+def seal_json(value: Mapping[str, Any]) -> bytes:
     """Writes ``value`` as JSON text with a last key ``sha256``, the digest of the text without it."""
     if _DIGEST in value:
         raise ValueError(f"the key {_DIGEST!r} is the seal's own")
     return _text({**value, _DIGEST: hashlib.sha256(_text(value)).hexdigest()})
 
 
-def unseal(data: bytes) -> dict[str, Any]:
+def unseal_json(data: bytes) -> dict[str, Any]:
     """Returns what :func:`seal` was given.
 
     Raises:
@@ -158,7 +158,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     if _DIGEST not in value:
         raise ValueError("has no digest of its own")
     digest = value.pop(_DIGEST)
-    if digest != hashlib.sha256(_text(value)).hexdigest() or seal(value) != data:
+    if digest != hashlib.sha256(_text(value)).hexdigest() or seal_json(value) != data:
         raise ValueError("does not agree with its own digest")
     return value
 
@@ -180,7 +180,7 @@ def parse_lines(data: bytes, build: Callable[[dict[str, Any]], T], first: int = 
     """Makes objects of the rows in ``data``; a last line without its line feed (cut off by a kill) is left out.
 
     Args:
-        build: raises ValueError, TypeError, KeyError, … for a row of another shape (``as_dataclass`` does).
+        build: raises ValueError, TypeError, KeyError, … for a row of another shape (``dataclass_from_row`` does).
         first: number of the first line.
 
     Returns:
@@ -212,7 +212,7 @@ def read_objects(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
     return decode_lines(read_file(path), path, build)
 
 
-def read_whole(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
+def read_objects_strictly(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
     """Reads a file that decides what is computed, as :func:`read_objects`: UserError for a broken line."""
     objects, broken = parse_lines(read_file(path), build)
     if broken:
@@ -226,7 +226,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return read_objects(path, dict)
 
 
-def as_dataclass(kind: type[T], row: Mapping[str, Any]) -> T:
+def dataclass_from_row(kind: type[T], row: Mapping[str, Any]) -> T:
     """Makes ``row`` an instance of the dataclass ``kind``.
 
     Raises:
@@ -265,7 +265,7 @@ def replace_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)  # the rename itself must survive a crash of the machine
+    fsync_directory(path.parent)  # the rename itself must survive a crash of the machine
 
 
 def truncate_after(path: Path, step: int) -> int:
@@ -323,7 +323,7 @@ ENDED = "ended without a word (killed?)"
 """Status of a run whose process is gone and could not say so."""
 
 
-def true_status(run_dir: Path, info: Mapping[str, Any]) -> Any:
+def run_status(run_dir: Path, info: Mapping[str, Any]) -> Any:
     """Returns the status in ``run.json``; ``ENDED`` where that is ``running`` and no process holds the run's lock."""
     status = info.get("status")
     return ENDED if status == "running" and not _may_be_held(run_dir / LOCK) else status
@@ -344,7 +344,7 @@ def _may_be_held(lock: Path) -> bool:
     return False
 
 
-class Tail(Generic[T]):
+class FileTail(Generic[T]):
     """The rows of a JSON Lines file as they come.
 
     A last line without its line feed waits until that is there. A file that is missing has no rows yet, and one that is

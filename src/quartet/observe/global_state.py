@@ -26,7 +26,7 @@ EXCLUSIVE = threading.RLock()
 _here = threading.local()
 
 
-def guarded_code() -> str | None:
+def current_guarded_code() -> str | None:
     """Returns the piece of user code that this thread runs under a guard; None outside of any."""
     found: str | None = getattr(_here, "what", None)
     return found
@@ -56,7 +56,7 @@ class RandomStateGuard:
             outside = {name: get() for name, (get, _) in _RANDOM.items()}
             for name, state in self._own.items():
                 _RANDOM[name][1](state)
-            outer, _here.what = guarded_code(), self._what
+            outer, _here.what = current_guarded_code(), self._what
             begun = time.monotonic()
             try:
                 yield

@@ -2,7 +2,7 @@
 
 One table of checks, :data:`CHECKS`. Each is a pure function of a few metrics in the last steps, compared with the run's
 first ones where a figure alone says nothing. The run itself, ``watch``, the report and ``benchmarks/health.py``, which
-counts false alarms over healthy runs, all ask :class:`Health`; ``docs/how-to/not-learning.md`` has the table.
+counts false alarms over healthy runs, all ask :class:`HealthMonitor`; ``docs/how-to/not-learning.md`` has the table.
 
 Beside it: how far answers repeat themselves (:func:`repetition`), the workers that others wait for
 (:func:`worker_table`), and :class:`HackingAlarm`.
@@ -30,7 +30,7 @@ FIRST_STEPS = 5
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
-def repetition(token_ids: Sequence[int]) -> tuple[float, int]:
+def measure_repetition(token_ids: Sequence[int]) -> tuple[float, int]:
     """Returns the share of a response's 4-grams that it had before, and tokens of its longest stretch of such 4-grams
     alone.
     """
@@ -104,7 +104,7 @@ Values = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Check:
+class HealthCheck:
     """One row of the table.
 
     Attributes:
@@ -128,10 +128,10 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """What a check has found: from the step at which it did first, to the last one at which it did."""
 
-    check: Check
+    check: HealthCheck
     since: int
     until: int
     values: tuple[float, ...]
@@ -175,8 +175,8 @@ def _ratio_of_one(first: Values, last: Values) -> bool:
     return all(abs(ratio - 1) < 1e-5 and kl < 1e-9 and norm > 1e-6 for ratio, kl, norm, _ in last)
 
 
-def _gradient(name: str, metric: str, remedy: str) -> Check:
-    return Check(
+def _gradient(name: str, metric: str, remedy: str) -> HealthCheck:
+    return HealthCheck(
         name,
         (metric,),
         3,
@@ -188,8 +188,8 @@ def _gradient(name: str, metric: str, remedy: str) -> Check:
     )
 
 
-CHECKS: tuple[Check, ...] = (
-    Check(
+CHECKS: tuple[HealthCheck, ...] = (
+    HealthCheck(
         "no_variance",
         ("groups/zero_variance",),
         5,
@@ -200,7 +200,7 @@ CHECKS: tuple[Check, ...] = (
         "read answers and scores in the report; prompts of another difficulty, SFT first, more responses_per_prompt, "
         "algorithm.dynamic_sampling={}",
     ),
-    Check(
+    HealthCheck(
         "constant_reward",
         ("reward/score_std", "reward/score_mean"),
         5,
@@ -210,7 +210,7 @@ CHECKS: tuple[Check, ...] = (
         "The reward tells no answers apart: it reads a wrong column, finds no answer in the text, or is saturated.",
         "quartet doctor; the reward's column and pattern; a reward with partial credit",
     ),
-    Check(
+    HealthCheck(
         "never_ends",
         ("rollout/truncated_frac",),
         5,
@@ -221,7 +221,7 @@ CHECKS: tuple[Check, ...] = (
         "the doctor's turn_end and end_of_text; rollout.sampling.stop_strings; a larger "
         "rollout.sampling.max_new_tokens; SFT first",
     ),
-    Check(
+    HealthCheck(
         "cut_off",
         ("rollout/truncated_frac",),
         5,
@@ -231,7 +231,7 @@ CHECKS: tuple[Check, ...] = (
         "Their rewards judge half an answer, and length itself is not learned.",
         "a larger rollout.sampling.max_new_tokens, or a penalty for length (algorithm.overlong)",
     ),
-    Check(
+    HealthCheck(
         "entropy_collapsed",
         ("policy/entropy",),
         5,
@@ -241,7 +241,7 @@ CHECKS: tuple[Check, ...] = (
         "The policy gives one answer to each prompt and explores no more; with the best reward there is, it is done.",
         "a smaller actor.train.optim.lr, a larger algorithm.kl.coef, algorithm.entropy_coef, temperature 1",
     ),
-    Check(
+    HealthCheck(
         "kl_exploded",
         ("kl/ref",),
         3,
@@ -266,7 +266,7 @@ CHECKS: tuple[Check, ...] = (
         "optim/grad_norm",
         "a smaller train.optim.lr, more warm-up; quartet data recipe.yaml: rows that are not like the others",
     ),
-    Check(
+    HealthCheck(
         "ratio_of_one",
         ("policy/ratio_max", "policy/approx_kl", "policy/grad_norm", "policy/clip_frac_drift"),
         5,
@@ -280,7 +280,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-class Health:
+class HealthMonitor:
     """What the checks have found in a run whose steps are told one after the other.
 
     Attributes:
@@ -289,14 +289,14 @@ class Health:
     """
 
     def __init__(self) -> None:
-        self.findings: dict[str, Finding] = {}
+        self.findings: dict[str, HealthFinding] = {}
         self.present: list[str] = []
         self._first: dict[str, list[tuple[float, ...]]] = {check.name: [] for check in CHECKS}
         self._last = {check.name: deque[tuple[float, ...]](maxlen=check.steps) for check in CHECKS}
 
-    def note(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+    def note(self, step: int, metrics: Mapping[str, float]) -> list[HealthFinding]:
         """Takes in the metrics of ``step``; returns what is found for the first time."""
-        new: list[Finding] = []
+        new: list[HealthFinding] = []
         self.present = []
         for check in CHECKS:
             if not all(name in metrics for name in check.needs):
@@ -310,7 +310,9 @@ class Health:
                 continue
             self.present.append(check.name)
             known = self.findings.get(check.name)
-            found = Finding(check, step, step, values) if known is None else replace(known, until=step, values=values)
+            found = (
+                HealthFinding(check, step, step, values) if known is None else replace(known, until=step, values=values)
+            )
             self.findings[check.name] = found
             new += [found] if known is None else []
         return new
@@ -320,9 +322,9 @@ class Health:
         return {f"health/{name}": 1.0 for name in self.present}
 
 
-def examine(rows: Sequence[Mapping[str, float]]) -> Health:
+def examine_health(rows: Sequence[Mapping[str, float]]) -> HealthMonitor:
     """Examines the health of a run by the rows of its ``metrics.jsonl``."""
-    health = Health()
+    health = HealthMonitor()
     for row in rows:
         health.note(int(row["step"]), row)
     return health
@@ -423,10 +425,10 @@ class HackingAlarm:
             return None
         verdict, common = None, [prompt for prompt in now if prompt in self._best]
         if common:
-            held_out_p = fall_p([now[p] - self._best[p] for p in common])
+            held_out_p = drop_p_value([now[p] - self._best[p] for p in common])
             again = [] if self._last is self._best else [p for p in common if p in self._last]
-            twice_p = fall_p([max(now[p], self._last[p]) - self._best[p] for p in again], chance=1 / 3)
-            slope, training_p = rise(self._training)
+            twice_p = drop_p_value([max(now[p], self._last[p]) - self._best[p] for p in again], chance=1 / 3)
+            slope, training_p = slope_and_p_value(self._training)
             once, twice = self.fall_levels(self._num_seen)
             verdict = AlarmVerdict(
                 step=step,
@@ -468,7 +470,7 @@ class HackingAlarm:
         self.raised_at = tuple(int(step) for step in state["raised_at"])
 
 
-def fall_p(differences: Sequence[float], chance: float = 0.5) -> float:
+def drop_p_value(differences: Sequence[float], chance: float = 0.5) -> float:
     """Computes the p-value of the mean of paired differences being below 0, at least ``chance`` to the number that are
     not 0.
 
@@ -484,7 +486,7 @@ def fall_p(differences: Sequence[float], chance: float = 0.5) -> float:
     return max(tail, chance**changed)
 
 
-def rise(series: Sequence[tuple[int, float]]) -> tuple[float | None, float]:
+def slope_and_p_value(series: Sequence[tuple[int, float]]) -> tuple[float | None, float]:
     """Computes the slope of the least-squares line through ``(step, value)``, and the p-value of it being above 0.
 
     With fewer than three points there is no residual to learn the noise from: (None, 1).
@@ -531,10 +533,10 @@ def student_t_tail(t: float, dof: int) -> float:
 
 def read_alarms(path: Path) -> list[dict[str, Any]]:
     """Reads the rows of ``alarms.jsonl``, without broken ones."""
-    return read_objects(path, alarm_of_row)
+    return read_objects(path, alarm_from_row)
 
 
-def alarm_of_row(row: dict[str, Any]) -> dict[str, Any]:
+def alarm_from_row(row: dict[str, Any]) -> dict[str, Any]:
     """Makes one row of :func:`read_alarms`; ValueError or KeyError for one of another shape."""
     if type(row["step"]) is not int or not isinstance(row["text"], str):
         raise ValueError("no whole step, or no text")

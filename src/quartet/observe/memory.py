@@ -86,7 +86,7 @@ _UNITS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 """Instruction sets that decide which kernels run, by the names of /proc/cpuinfo."""
 
 
-def processor() -> dict[str, Any]:
+def describe_processor() -> dict[str, Any]:
     """Returns what decides the order of sums: name, instruction sets, torch's choice among them, threads, torch's
     version.
     """

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricDescription:
     """One row of the table; ``name`` may hold ``<placeholders>``, ``bad`` says what a bad value looks like."""
 
     name: str
@@ -29,7 +29,9 @@ class Metric:
 
 
 _TABLE = tomllib.loads(resources.files(__package__).joinpath("metrics.toml").read_text(encoding="utf-8"))
-METRICS: Mapping[str, Metric] = MappingProxyType({name: Metric(name, **row) for name, row in _TABLE.items()})
+METRICS: Mapping[str, MetricDescription] = MappingProxyType(
+    {name: MetricDescription(name, **row) for name, row in _TABLE.items()}
+)
 """The table by name; families stand under their placeholder name."""
 
 _PLACEHOLDER = re.compile(r"<\w+>")
@@ -42,7 +44,7 @@ _FAMILIES = tuple(
 
 
 @cache
-def find_metric(name: str) -> Metric:
+def find_metric(name: str) -> MetricDescription:
     """Finds the row that explains ``name``.
 
     Raises:

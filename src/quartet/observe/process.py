@@ -51,7 +51,7 @@ def set_up_logging(level: str, role: str, rank: int = 0, stream: TextIO | None =
     logger.addHandler(handler)
 
 
-def own_rank() -> int:
+def log_rank() -> int:
     """Returns the rank in this process's records; 0 before ``set_up_logging``."""
     handlers = logging.getLogger("quartet").handlers
     return next((place.rank for h in handlers for place in h.filters if isinstance(place, _Place)), 0)
@@ -79,7 +79,7 @@ _HARD = 2
 """``omp_pause_hard``: nothing is kept."""
 
 
-def share_cores() -> None:
+def yield_cores_while_waiting() -> None:
     """Has threads that wait give their core away, unless the environment says how they wait; before torch is loaded.
 
     Threads of small models wait some thousand times a second. Spinning is quickest while each has a core; beside others
@@ -90,7 +90,7 @@ def share_cores() -> None:
         os.environ.update(WAITING)
 
 
-def end_pool() -> None:
+def end_thread_pool() -> None:
     """Ends the calling thread's pool, if it has one; its next parallel computation starts another (0.1 ms).
 
     GNU's runtime counts the threads of all pools of a process. With more than there are cores it lets threads sleep at
@@ -103,9 +103,9 @@ def end_pool() -> None:
 
 @cache
 def _pause() -> Callable[[int], int] | None:
-    import torch  # late: what ``share_cores`` sets is read when it is loaded
+    import torch  # noqa: F401 - late: what ``yield_cores_while_waiting`` sets is read when it is loaded
 
-    runtime = ctypes.CDLL(torch._C.__file__)  # looks through the libraries that torch was linked with
+    runtime = ctypes.CDLL(None)  # looks through what is loaded for all: torch loads its runtime so
     if hasattr(runtime, "__kmpc_fork_call"):  # Intel's and LLVM's
         return None
     found: Callable[[int], int] | None = getattr(runtime, "omp_pause_resource_all", None)  # OpenMP 5.0

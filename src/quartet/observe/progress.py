@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
-from quartet.config.errors import printable
+from quartet.config.errors import escape_control
 
 Figure = float | int | str
 
@@ -25,7 +25,7 @@ def format_figure(value: Figure) -> str:
 
 
 def _format_figures(figures: dict[str, Figure]) -> str:
-    return printable("  ".join(f"{name} {format_figure(value)}" for name, value in figures.items()))
+    return escape_control("  ".join(f"{name} {format_figure(value)}" for name, value in figures.items()))
 
 
 class ProgressBar:
@@ -36,7 +36,7 @@ class ProgressBar:
         self._done = 0
         self._figures: dict[str, Figure] = {}
         self._started_s = owner.clock()
-        self._task = owner.bars.add_task(printable(title), total=total, figures="") if owner.bars else None
+        self._task = owner.bars.add_task(escape_control(title), total=total, figures="") if owner.bars else None
 
     def advance(self, n: int = 1, **figures: Figure) -> None:
         """Notes that ``n`` more units are done; ``figures`` (``loss=0.31``) replace those of the same name."""
@@ -119,7 +119,7 @@ class Progress:
 
     def print(self, text: str) -> None:
         """Prints a line of its own, above the bars. It may hold foreign text."""
-        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(escape_control(text), markup=False, highlight=False, soft_wrap=True)
 
     def is_line_due(self) -> bool:
         """Tells whether the last plain line of a bar is long enough ago."""

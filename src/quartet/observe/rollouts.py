@@ -17,8 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quartet.config.errors import UserError, printable, read_file
-from quartet.observe.files import as_dataclass, decode_lines, encode_row, replace_atomically
+from quartet.config.errors import UserError, escape_control, read_file
+from quartet.observe.files import dataclass_from_row, decode_lines, encode_row, replace_atomically
 from quartet.observe.trackers import Row
 
 _FILE_NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,17})\.jsonl\.gz")
@@ -75,7 +75,7 @@ class RolloutRecord:
             object.__setattr__(self, "trajectory_id", self.sequence_id)
 
 
-def action_ids(record: RolloutRecord) -> list[int]:
+def policy_token_ids(record: RolloutRecord) -> list[int]:
     """Returns the tokens of the response that the policy emitted."""
     observed = record.columns.get("observation_mask") or [0.0] * len(record.response_ids)
     return [token for token, mask in zip(record.response_ids, observed, strict=True) if not mask]
@@ -102,7 +102,7 @@ def _decode(row: Mapping[str, Any]) -> RolloutRecord:
     fields["score"] = _from_json(row["score"])
     fields["rewards"] = {name: _from_json(value) for name, value in row["rewards"].items()}
     fields["columns"] = {name: [float(v) for v in values] for name, values in row["columns"].items()}
-    return as_dataclass(RolloutRecord, fields)
+    return dataclass_from_row(RolloutRecord, fields)
 
 
 def rollouts_path(directory: Path, step: int) -> Path:
@@ -113,7 +113,7 @@ def _name(step: int) -> str:
     return f"step_{step:06d}.jsonl"
 
 
-def write_step(directory: Path, step: int, records: Sequence[RolloutRecord]) -> Path:
+def write_rollout_step(directory: Path, step: int, records: Sequence[RolloutRecord]) -> Path:
     """Writes (or replaces) the file of ``step``, complete or not at all, and returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
@@ -126,7 +126,7 @@ def write_step(directory: Path, step: int, records: Sequence[RolloutRecord]) -> 
     return path
 
 
-def read_step(directory: Path, step: int) -> list[RolloutRecord]:
+def read_rollout_step(directory: Path, step: int) -> list[RolloutRecord]:
     """Reads the records of one step, in the order written, without broken lines.
 
     Raises:
@@ -134,7 +134,7 @@ def read_step(directory: Path, step: int) -> list[RolloutRecord]:
     """
     path = rollouts_path(directory, step)
     if not path.exists():
-        known = list_steps(directory)
+        known = list_rollout_steps(directory)
         held = f"{len(known)} steps, {known[0]} to {known[-1]}" if known else "no steps"
         raise UserError(
             f"no rollouts of step {step}",
@@ -162,8 +162,8 @@ def rollout_rows(directory: Path, step: int, num: int) -> list[Row]:
         records = decode_lines(b"".join(islice(file, num)), path, _decode)
     return [
         {
-            "prompt": printable(record.prompt_text),
-            "response": printable(record.response_text),
+            "prompt": escape_control(record.prompt_text),
+            "response": escape_control(record.response_text),
             "finish_reason": record.finish_reason,
             "tokens": len(record.response_ids),
             "policy_version": record.policy_version,
@@ -182,7 +182,7 @@ def _mean_advantage(columns: Mapping[str, list[float]]) -> float | None:
     return math.fsum(trained) / len(trained) if trained else None
 
 
-def list_steps(directory: Path) -> list[int]:
+def list_rollout_steps(directory: Path) -> list[int]:
     """Returns the steps with a file, ascending; empty where the directory is missing."""
     if not directory.is_dir():
         return []
@@ -193,7 +193,7 @@ def truncate_rollouts_after(directory: Path, step: int) -> list[int]:
     """Deletes the files of steps after ``step`` and half-written ones; returns the steps deleted."""
     if not directory.is_dir():
         return []
-    dropped = [s for s in list_steps(directory) if s > step]
+    dropped = [s for s in list_rollout_steps(directory) if s > step]
     for path in [*directory.glob("*.tmp"), *(rollouts_path(directory, s) for s in dropped)]:
         path.unlink()
     return dropped

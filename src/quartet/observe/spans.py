@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quartet.observe.files import RowAppender, as_dataclass, read_objects
+from quartet.observe.files import RowAppender, dataclass_from_row, read_objects
 
 BACKGROUND = "background"
 """Mode of a span that the step does not wait for."""
@@ -137,12 +137,12 @@ class SpanRecorder:
 
 def read_spans(path: Path) -> list[Span]:
     """Reads the spans of a ``spans.jsonl``, in the order in which they ended; UserError for a damaged row."""
-    return read_objects(path, span_of_row)
+    return read_objects(path, span_from_row)
 
 
-def span_of_row(row: Mapping[str, Any]) -> Span:
+def span_from_row(row: Mapping[str, Any]) -> Span:
     """Makes the span of a row; ValueError or TypeError for one of another shape."""
-    return as_dataclass(Span, row)
+    return dataclass_from_row(Span, row)
 
 
 def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
@@ -156,11 +156,11 @@ def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
 def overlap_seconds(spans: Iterable[Span], a: str, b: str) -> float:
     """Returns the seconds during which a span named ``a`` and a span named ``b`` were open at the same time."""
     spans = list(spans)
-    left, right = union(s for s in spans if s.name == a), union(s for s in spans if s.name == b)
+    left, right = merge_intervals(s for s in spans if s.name == a), merge_intervals(s for s in spans if s.name == b)
     return sum(max(0.0, min(e, f) - max(s, t)) for s, e in left for t, f in right)
 
 
-def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+def merge_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """Returns disjoint intervals that cover exactly what the spans cover, in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted((s.start_s, s.end_s) for s in spans):

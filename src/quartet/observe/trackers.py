@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import ConfigDict, TypeAdapter
 
-from quartet.config.common import TensorBoardConfig, TrackerConfig
-from quartet.config.plugins import added, load
+from quartet.config.common import BaseTrackerConfig, TensorBoardConfig
+from quartet.config.plugins import load_object, plugin_entries
 from quartet.config.run import LogConfig
 from quartet.observe.background import BestEffortThread
 from quartet.observe.files import RowAppender, read_objects, replace_atomically
@@ -39,7 +39,7 @@ Row = Mapping[str, str | float | None]
 
 
 class Tracker(Protocol):
-    """What shows a run's metrics and samples. It may raise anything, and take its time: see ``DeliveredTracker``.
+    """What shows a run's metrics and samples. It may raise anything, and take its time: see ``BackgroundTracker``.
 
     Attributes:
         id: by which a resumed run finds its own again; None where nothing needs to be found.
@@ -70,7 +70,7 @@ class JsonlTracker:
     """
 
     def __init__(
-        self, path: Path, others: Sequence[DeliveredTracker] = (), *, clock: Callable[[], float] = time.time
+        self, path: Path, others: Sequence[BackgroundTracker] = (), *, clock: Callable[[], float] = time.time
     ) -> None:
         self._rows = RowAppender(path)
         self._others = others
@@ -108,10 +108,10 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
     Rows that are broken, or hold something else than numbers, are left out.
     """
-    return read_objects(path, metrics_of_row)
+    return read_objects(path, metrics_from_row)
 
 
-def metrics_of_row(row: dict[str, Any]) -> dict[str, float]:
+def metrics_from_row(row: dict[str, Any]) -> dict[str, float]:
     """Makes one row of :func:`read_metrics`; ValueError or KeyError for one of another shape."""
     nonfinite = _NONFINITE.validate_python(row.pop("nonfinite", {}))
     _NUMBERS.validate_python(row)
@@ -168,7 +168,7 @@ def _cell(value: str | float | None) -> str:
 
 
 @dataclass(frozen=True)
-class TrackedRun:
+class RunInfo:
     """What trackers are told of a run.
 
     Args:
@@ -187,8 +187,8 @@ class TrackedRun:
 
 
 def build_trackers(
-    config: LogConfig, run: TrackedRun, tell: Callable[[str], object], warn: Callable[[str], object]
-) -> list[DeliveredTracker]:
+    config: LogConfig, run: RunInfo, tell: Callable[[str], object], warn: Callable[[str], object]
+) -> list[BackgroundTracker]:
     """Makes the trackers that the recipe names. Nothing is loaded or asked before there is something to log.
 
     Args:
@@ -196,19 +196,19 @@ def build_trackers(
         warn: is told in the caller's, when they are closed, of how much was lost.
     """
 
-    def start(section: TrackerConfig, known: str | None) -> Tracker:
+    def start(section: BaseTrackerConfig, known: str | None) -> Tracker:
         if isinstance(section, TensorBoardConfig):
             return TensorBoardTracker(run.directory / "tensorboard", run.resumed_after or None)
-        tracker: Tracker = load(added("trackers")[section.type].tracker)(section, run, known)
+        tracker: Tracker = load_object(plugin_entries("trackers")[section.type].tracker)(section, run, known)
         return tracker
 
     return [
-        DeliveredTracker(section.type, partial(start, section), run, config.samples, tell, warn)
+        BackgroundTracker(section.type, partial(start, section), run, config.samples, tell, warn)
         for section in config.chosen_trackers
     ]
 
 
-class DeliveredTracker:
+class BackgroundTracker:
     """A tracker behind a thread of its own: calls return at once and never raise.
 
     Args:
@@ -222,7 +222,7 @@ class DeliveredTracker:
         self,
         kind: str,
         start: Callable[[str | None], Tracker],
-        run: TrackedRun,
+        run: RunInfo,
         num_samples: int,
         tell: Callable[[str], object],
         warn: Callable[[str], object],

@@ -41,7 +41,7 @@ def split_name(name: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
-def fetch(name: str, *, weights: bool = True) -> Path:
+def download_model(name: str, *, weights: bool = True) -> Path:
     """Returns the directory of the cache with the model's files, all of them there; its name is the commit.
 
     What is there of a commit is not asked for again.
@@ -70,17 +70,17 @@ def fetch(name: str, *, weights: bool = True) -> Path:
     return found
 
 
-def pin(name: str, *, weights: bool = True) -> tuple[str, str | None]:
+def pin_revision(name: str, *, weights: bool = True) -> tuple[str, str | None]:
     """Returns ``owner/name@commit`` of what the revision is now, and a remark where only the cache could tell.
 
     Raises:
-        UserError: as of ``fetch``.
+        UserError: as of ``download_model``.
     """
     repo, revision = split_name(name)
     if revision is not None and _COMMIT.fullmatch(revision):
         return name, None
     is_known = current_commit(name) is not None
-    commit = fetch(name, weights=weights).name  # by its branch, which the cache then knows offline, too
+    commit = download_model(name, weights=weights).name  # by its branch, which the cache then knows offline, too
     if is_known:
         return f"{repo}@{commit}", None
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no answer"
@@ -96,7 +96,7 @@ def current_commit(name: str) -> str | None:
         return None
 
 
-def push(
+def upload_folder(
     folder: Path,
     repo_id: str,
     *,

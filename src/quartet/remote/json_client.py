@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import httpx2
 
-from quartet.config.errors import UserError, described
+from quartet.config.errors import UserError, describe_error
 from quartet.config.rewards import RemoteServer
 
 MAX_ANSWER_BYTES = 16 << 20
@@ -204,7 +204,7 @@ def _as_json(body: Any) -> bytes:
     except Exception as error:  # An object's own __str__ may raise anything.
         raise UserError(
             "the data cannot be sent to a server as JSON",
-            found=described(error),
+            found=describe_error(error),
             remedy="keep plain values in the columns: text, numbers, lists, objects with text as keys",
         ) from error
 

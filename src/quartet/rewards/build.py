@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from quartet.config.choices import RewardConfig
-from quartet.config.plugins import added, load
-from quartet.config.rewards import Fallible, RewardSourceConfig
+from quartet.config.plugins import load_object, plugin_entries
+from quartet.config.rewards import FallibleReward, RewardSourceConfig
 from quartet.rewards import builtin
 from quartet.rewards.builtin import MathSource
 from quartet.rewards.functions import SubprocessFunction
@@ -40,8 +40,8 @@ def build_reward(config: RewardConfig) -> GuardedReward:
     Raises:
         UserError: what it needs is not there: a function, a library, a key, a machine that allows sandboxes.
     """
-    if isinstance(config, Fallible):
-        make = FALLIBLE.get(config.type) or load(added("rewards")[config.type].source)
+    if isinstance(config, FallibleReward):
+        make = FALLIBLE.get(config.type) or load_object(plugin_entries("rewards")[config.type].source)
         return GuardedReward.of(make(config), config)
     return GuardedReward(RuleSource(config))
 
@@ -63,6 +63,8 @@ class RuleSource(RewardSource):
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         if self._is_format:
-            opened = [builtin.opened_tag(prompt) if isinstance(prompt, str) else self.opened for prompt in prompts]
+            opened = [
+                builtin.open_tag_of_prompt(prompt) if isinstance(prompt, str) else self.opened for prompt in prompts
+            ]
             return self._rule(completions, opened=opened)
         return self._rule(completions) if self.column is None else self._rule(completions, columns[self.column])

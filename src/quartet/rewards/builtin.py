@@ -17,7 +17,7 @@ from typing import Any, Literal
 from quartet.config.errors import UserError
 from quartet.config.rewards import MathReward
 from quartet.processes import ProcessDied, ProcessTimeout
-from quartet.rewards.source import Columns, RewardError, RewardSource, Scores, Threads
+from quartet.rewards.source import Columns, LimitedThreads, RewardError, RewardSource, Scores
 from quartet.rewards.subprocesses import Subprocess, SubprocessPool
 from quartet.text.examples import PromptText
 
@@ -82,7 +82,7 @@ def regex(
     """
     compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
     if answer is None:
-        return [float(compiled.search(text_of(completion)) is not None) for completion in completions]
+        return [float(compiled.search(plain_text(completion)) is not None) for completion in completions]
 
     def judge(text: str, right: str) -> float:
         matches = list(compiled.finditer(text))
@@ -105,10 +105,10 @@ def format_match(
     as ``<tag>…</tag>``, one behind the other. Else 0.
 
     Args:
-        opened: the tag that the prompt of each completion opens at its end (``opened_tag``): the completion with it in
-            front may have the form, too.
+        opened: the tag that the prompt of each completion opens at its end (``open_tag_of_prompt``): the completion
+            with it in front may have the form, too.
     """
-    texts = list(map(text_of, completions))
+    texts = list(map(plain_text, completions))
     ways = [{text.strip(), (tag + text).strip()} for text, tag in zip(texts, opened or [""] * len(texts), strict=True)]
     if pattern is not None:
         compiled = re.compile(pattern, re.DOTALL)
@@ -117,7 +117,7 @@ def format_match(
     return [float(any(_each_once_in_order(text, marks) for text in texts)) for texts in ways]
 
 
-def opened_tag(prompt: str) -> str:
+def open_tag_of_prompt(prompt: str) -> str:
     """Returns the tag with which a prompt ends, as templates open ``<think>``; '' where it ends with none."""
     found = re.search(r"<[\w.:-]+>\s*\Z", prompt)
     return found[0] if found else ""
@@ -142,7 +142,7 @@ def length(
         max: instead 1 up to this length, then falling, 0 from twice it on.
         target: instead 1 at this length, falling to both sides, 0 at nothing and from twice it on.
     """
-    lengths = [len(text.split()) if unit == "words" else len(text) for text in map(text_of, completions)]
+    lengths = [len(text.split()) if unit == "words" else len(text) for text in map(plain_text, completions)]
     if max is not None:
         return [1.0 if n <= max else _at_least_0(2 - n / max) for n in lengths]
     if target is not None:
@@ -159,12 +159,12 @@ def _against(
 ) -> list[float | None]:
     scores: list[float | None] = []
     for completion, answer in zip(completions, answers, strict=True):
-        found = [judge(text_of(completion), right) for right in right_answers(answer)]
+        found = [judge(plain_text(completion), right) for right in accepted_answers(answer)]
         scores.append(max((score for score in found if score is not None), default=None))
     return scores
 
 
-def right_answers(answer: Any, column: str = "answer") -> list[str]:
+def accepted_answers(answer: Any, column: str = "answer") -> list[str]:
     """Returns the texts that are right where a row has ``answer``: all entries of a list, both ways to write a whole
     float; none where there is no answer (null, NaN).
 
@@ -182,7 +182,7 @@ def right_answers(answer: Any, column: str = "answer") -> list[str]:
         )
     answer = answer.tolist() if hasattr(answer, "tolist") else answer
     if isinstance(answer, (list, tuple)):
-        return [text for one in answer for text in right_answers(one, column)]
+        return [text for one in answer for text in accepted_answers(one, column)]
     if answer is None or answer != answer:
         return []
     if isinstance(answer, float):  # a column of whole numbers has become floats where one was missing
@@ -190,14 +190,14 @@ def right_answers(answer: Any, column: str = "answer") -> list[str]:
     return [str(answer)]
 
 
-def text_of(completion: Any) -> str:
+def plain_text(completion: Any) -> str:
     """Returns a completion's text, whether it came as text or as messages."""
     if isinstance(completion, str):
         return completion
     return "".join(str(message["content"]) for message in completion)
 
 
-_WORKER = "quartet.rewards.math_worker:serve"
+_WORKER = "quartet.rewards.math_worker:serve_math"
 _START_S = 120.0
 _ATTEMPTS = 2
 _PATIENCE = 3.0
@@ -222,7 +222,7 @@ class MathSource(RewardSource):
                 remedy="pip install 'quartet-rl[math]'",
             )
         self._config = config
-        self._threads = Threads(config.concurrency, self.name)
+        self._threads = LimitedThreads(config.concurrency, self.name)
         self._pool = SubprocessPool(self._start, config.concurrency)
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
@@ -232,7 +232,7 @@ class MathSource(RewardSource):
     def _score(self, completion: str, answer: Any) -> float | None:
         """Returns the score against the right answers, of which any counts; None where none can be read."""
         best: float | None = None
-        for gold in right_answers(answer, self._config.column):
+        for gold in accepted_answers(answer, self._config.column):
             score = self._compared(completion, gold)
             best = score if best is None else max(best, score or 0.0)
             if best == 1.0:

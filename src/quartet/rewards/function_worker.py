@@ -14,22 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.config.errors import UserError, as_score, described, raised_at
-from quartet.config.nearest import nearest
+from quartet.config.errors import UserError, describe_error, error_location, parse_score
+from quartet.config.nearest import suggest_name
 from quartet.config.targets import load_target
-from quartet.processes import Wire
-from quartet.rewards.subprocesses import Questions
+from quartet.processes import MessagePipe
+from quartet.rewards.subprocesses import WorkerRequests
 
 
 @dataclass(frozen=True)
-class Parameters:
+class FunctionParameters:
     """What a function can be given by keyword: name → whether it must be; ``takes_all``: any other name, too."""
 
     named: Mapping[str, bool]
     takes_all: bool
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Parameters:
+    def of(cls, function: Callable[..., Any]) -> FunctionParameters:
         """Returns the parameters of a function: all names where Python cannot tell (some functions written in C)."""
         try:
             parameters = list(inspect.signature(function).parameters.values())
@@ -71,7 +71,7 @@ def check_column(reward: str, column: str, columns: Sequence[str]) -> None:
     inside = [path for name in meant for path in columns if path.endswith(f".{name}")]
     remedy = f"map it: data.columns.{column}={inside[0] if inside else '…'}"
     if not inside:
-        near = nearest(column, [path for path in columns if path not in objects])
+        near = suggest_name(column, [path for path in columns if path not in objects])
         remedy = near or f"give the data that column, or {remedy}"
     raise UserError(
         f"{reward} asks for a column that the data do not have",
@@ -86,7 +86,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-class BadReturn(Exception):
+class InvalidReturn(Exception):
     """What a call did wrong: ``what`` as it follows the function's name, the ``sample`` it shows in, ``where`` it was
     raised and the ``traceback``, where there is one.
     """
@@ -96,11 +96,13 @@ class BadReturn(Exception):
         self.what, self.sample, self.where, self.traceback = what, sample, where, traceback
 
     @classmethod
-    def of(cls, error: BaseException) -> BadReturn:
-        return cls(f"raised {described(error)}", 0, raised_at(error), "".join(traceback.format_exception(error)))
+    def of(cls, error: BaseException) -> InvalidReturn:
+        return cls(
+            f"raised {describe_error(error)}", 0, error_location(error), "".join(traceback.format_exception(error))
+        )
 
 
-def scores_of(result: Any, num: int) -> list[float | None]:
+def parse_scores(result: Any, num: int) -> list[float | None]:
     """Returns what a function returned for ``num`` completions, as scores.
 
     Raises:
@@ -109,36 +111,36 @@ def scores_of(result: Any, num: int) -> list[float | None]:
     """
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, (list, tuple)):
-        raise BadReturn(f"returned {type(result).__name__}, not a list")
+        raise InvalidReturn(f"returned {type(result).__name__}, not a list")
     values = [*values]
     if len(values) != num:
-        raise BadReturn(f"returned {len(values)} scores for {num} completions", min(len(values), num - 1))
+        raise InvalidReturn(f"returned {len(values)} scores for {num} completions", min(len(values), num - 1))
     scores: list[float | None] = []
     for n, value in enumerate(values):
-        number = None if value is None else as_score(value)
+        number = None if value is None else parse_score(value)
         if isinstance(number, str):
-            raise BadReturn(f"returned {number} for sample {n}", n)
+            raise InvalidReturn(f"returned {number} for sample {n}", n)
         scores.append(number)
     return scores
 
 
-def serve(settings: Mapping[str, Any], wire: Wire) -> None:
+def serve_function(settings: Mapping[str, Any], wire: MessagePipe) -> None:
     """Loads the function ``settings["target"]``, says what it is, and calls it for each question.
 
     A plain function is called in the main thread, one call after the other. An async one has an event loop, and as many
     calls at a time as are asked for.
     """
-    channel = Questions(wire)
+    channel = WorkerRequests(wire)
     try:
         function = load_target(settings["target"], "function")
-        parameters = Parameters.of(function)
+        parameters = FunctionParameters.of(function)
         only_begins = is_async(function)
     except UserError as error:
         channel.answer(0, {"error": [error.problem, error.found, error.remedy]})
         return
     except BaseException as error:  # Also what load_target leaves to a trainer's own Ctrl-C.
         problem, remedy = "the module of the function cannot be imported", "correct it"
-        channel.answer(0, {"error": [problem, f"{settings['target']}: {described(error)}", remedy]})
+        channel.answer(0, {"error": [problem, f"{settings['target']}: {describe_error(error)}", remedy]})
         return
     name = str(getattr(function, "__name__", type(function).__name__))
     said = {"name": name, "named": dict(parameters.named), "takes_all": parameters.takes_all, "is_async": only_begins}
@@ -150,7 +152,7 @@ def serve(settings: Mapping[str, Any], wire: Wire) -> None:
         channel.answer(number, _called(function, arguments))
 
 
-async def _serve_async(function: Callable[..., Any], channel: Questions) -> None:
+async def _serve_async(function: Callable[..., Any], channel: WorkerRequests) -> None:
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -178,7 +180,7 @@ def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
         result = function(**arguments)
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        return {"scores": scores_of(result, num)}
+        return {"scores": parse_scores(result, num)}
     except BaseException as error:  # User code may raise anything; nothing of it may end this process.
         return _failed(error)
 
@@ -186,7 +188,7 @@ def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
 async def _called_async(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     num = len(arguments["completions"])
     try:
-        return {"scores": scores_of(await function(**arguments), num)}
+        return {"scores": parse_scores(await function(**arguments), num)}
     except BaseException as error:  # As in ``_called``.
         return _failed(error)
 
@@ -196,5 +198,5 @@ async def _awaited(result: Any) -> Any:
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
-    fault = error if isinstance(error, BadReturn) else BadReturn.of(error)
+    fault = error if isinstance(error, InvalidReturn) else InvalidReturn.of(error)
     return {"what": fault.what, "sample": fault.sample, "where": fault.where, "traceback": fault.traceback}

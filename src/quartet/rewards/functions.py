@@ -20,22 +20,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quartet.config.errors import UserError, described, excerpt
+from quartet.config.errors import UserError, describe_error, excerpt
 from quartet.config.rewards import FunctionReward
 from quartet.observe.global_state import RandomStateGuard
 from quartet.processes import ProcessDied
-from quartet.rewards.function_worker import BadReturn, Parameters, scores_of
-from quartet.rewards.source import Columns, RewardError, RewardSource, Scores, Threads
+from quartet.rewards.function_worker import FunctionParameters, InvalidReturn, parse_scores
+from quartet.rewards.source import Columns, LimitedThreads, RewardError, RewardSource, Scores
 from quartet.rewards.subprocesses import Subprocess, SubprocessPool
 from quartet.text.examples import PromptText
 
-_WORKER = "quartet.rewards.function_worker:serve"
+_WORKER = "quartet.rewards.function_worker:serve_function"
 
 
 class FunctionSource(RewardSource):
     """What every function has: its parameters, and errors that show the sample."""
 
-    _parameters: Parameters
+    _parameters: FunctionParameters
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Fails before any work where the function asks for a column that the data do not have.
@@ -61,7 +61,7 @@ class FunctionSource(RewardSource):
         }
         return {argument: offered[argument] for argument in self._parameters.accepted(self.name, [*offered])}
 
-    def _failure(self, fault: BadReturn, prompts: Sequence[PromptText], completions: Sequence[str]) -> RewardError:
+    def _failure(self, fault: InvalidReturn, prompts: Sequence[PromptText], completions: Sequence[str]) -> RewardError:
         """Makes the error for what the function did wrong: with the sample, and the place in its code."""
         found = "no sample"
         if completions:
@@ -90,7 +90,7 @@ class PassedFunction(FunctionSource):
         self.function = function
         # A lambda is called "<lambda>", which no metric may be.
         self.name = str(getattr(function, "__name__", type(function).__name__)).strip("<>")
-        self._parameters = Parameters.of(function)
+        self._parameters = FunctionParameters.of(function)
         self._guard = RandomStateGuard(f"the reward {self.name!r}")
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
@@ -111,22 +111,22 @@ class PassedFunction(FunctionSource):
             with self._guard.held():
                 result = self.function(**arguments)
                 if not inspect.isawaitable(result):
-                    return scores_of(result, len(completions))
+                    return parse_scores(result, len(completions))
             result = await self._guard.driven(result)
             with self._guard.held():
-                return scores_of(result, len(completions))
-        except BadReturn as fault:
+                return parse_scores(result, len(completions))
+        except InvalidReturn as fault:
             raise self._failure(fault, prompts, completions) from None
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # Something inside was cancelled, and not this call: the error would be lost.
-            raise self._failure(BadReturn("raised CancelledError"), prompts, completions) from error
+            raise self._failure(InvalidReturn("raised CancelledError"), prompts, completions) from error
         except (KeyboardInterrupt, GeneratorExit, UserError):
             raise  # Ctrl-C, the end of the event loop, or a run that was started inside.
         except BaseException as error:  # User code may raise anything; it is passed on with its cause.
-            raise self._failure(BadReturn.of(error), prompts, completions) from error
+            raise self._failure(InvalidReturn.of(error), prompts, completions) from error
 
     def warnings(self) -> list[str]:
         """Tells which random numbers the function draws."""
@@ -166,11 +166,11 @@ class SubprocessFunction(FunctionSource):
             raise
         # A lambda is called "<lambda>", which no metric may be.
         self.name = config.name or str(said["name"])[:100].strip("<>")
-        self._parameters = Parameters(dict(said["named"]), bool(said["takes_all"]))
+        self._parameters = FunctionParameters(dict(said["named"]), bool(said["takes_all"]))
         # A plain function has one call per process, and the others wait here.
         num_calls = config.concurrency if said["is_async"] else config.processes
-        self._threads = Threads(num_calls, self.name)
-        self._starts = Threads(1, f"{self.name}-start")
+        self._threads = LimitedThreads(num_calls, self.name)
+        self._starts = LimitedThreads(1, f"{self.name}-start")
         # Also where a run is refused before anybody could close it.
         self._end = weakref.finalize(self, _close, self._pool, self._threads, self._starts)
 
@@ -199,8 +199,8 @@ class SubprocessFunction(FunctionSource):
             raise
         except ProcessDied as error:
             what = f"lost its process: {error} (os._exit, a crash in native code, too much memory)"
-            raise self._failure(BadReturn(what), prompts, completions) from error
-        except BadReturn as fault:
+            raise self._failure(InvalidReturn(what), prompts, completions) from error
+        except InvalidReturn as fault:
             cause = _Traceback(fault.traceback) if fault.traceback else None
             raise self._failure(fault, prompts, completions) from cause
 
@@ -221,18 +221,18 @@ class SubprocessFunction(FunctionSource):
         except (ProcessDied, UserError):
             raise
         except Exception as error:  # What pickling the user's objects raises.
-            raise self._not_plain(described(error)) from error
+            raise self._not_plain(describe_error(error)) from error
 
     def _read(self, answer: Any, num: int) -> list[float | None]:
         """Returns the scores in an answer, which may be any JSON."""
         match answer:
             case {"scores": list() as values}:
-                return scores_of(values, num)
+                return parse_scores(values, num)
             case {"what": str() as what, "sample": int() as sample, "where": str() | None as where, "traceback": text}:
-                raise BadReturn(what, sample, where, str(text) if text else None)
+                raise InvalidReturn(what, sample, where, str(text) if text else None)
             case {"unreadable": str() as why}:
                 raise self._not_plain(why)
-        raise BadReturn("answered with something that is no answer")
+        raise InvalidReturn("answered with something that is no answer")
 
     def _not_plain(self, why: str) -> UserError:
         return UserError(
@@ -269,7 +269,7 @@ def _start(target: str) -> Subprocess:
     raise refusal
 
 
-def _close(pool: SubprocessPool, *threads: Threads) -> None:
+def _close(pool: SubprocessPool, *threads: LimitedThreads) -> None:
     for some in threads:
         some.close()
     pool.close()

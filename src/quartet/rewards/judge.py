@@ -16,25 +16,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quartet.config.errors import UserError, as_score, excerpt
-from quartet.config.nearest import nearest
-from quartet.config.rewards import HTTPReward, JudgeReward, PairwiseJudge, PointwiseJudge, RemoteSource
+from quartet.config.errors import UserError, excerpt, parse_score
+from quartet.config.nearest import suggest_name
+from quartet.config.rewards import BaseRemoteReward, HTTPReward, JudgeReward, PairwiseJudge, PointwiseJudge
 from quartet.remote.json_client import JSONClient, RemoteError
-from quartet.rewards.builtin import text_of
+from quartet.rewards.builtin import plain_text
 from quartet.rewards.source import Columns, GuardedReward, RewardError, RewardSource, Scores
 from quartet.text.examples import PromptText
 
 
-class NoScore(RemoteError, RewardError):
+class MissingScore(RemoteError, RewardError):
     """A server gave no score."""
 
     problem_of = "the server of the reward {name!r} gave no score ({kind})"
     remedy_of = "see that it runs and answers as docs/rewards.md says; set on_error: leave_out to go on without"
 
 
-def reward_client(config: RemoteSource) -> JSONClient:
+def reward_client(config: BaseRemoteReward) -> JSONClient:
     """Makes the connection to a source's server."""
-    return JSONClient(config, name=config.name or "", error=NoScore)
+    return JSONClient(config, name=config.name or "", error=MissingScore)
 
 
 class HTTPSource(RewardSource):
@@ -66,7 +66,7 @@ def _scores(answer: Any, num: int) -> list[float | None]:
 
 
 def _score(value: Any) -> float:
-    score = as_score(value)
+    score = parse_score(value)
     if isinstance(score, str) or isinstance(value, bool):
         shown = value if isinstance(value, bool) else score
         raise ValueError(f"{shown} among the scores, where a finite number or null belongs")
@@ -106,13 +106,13 @@ class _Judge(RewardSource):
             raise UserError(
                 f"the template of the judge {self.name!r} asks for what is not there",
                 found=f"{{{unknown[0]}}}; there are {', '.join(known)}",
-                remedy=nearest(unknown[0], known) or "use these, or give the data that column",
+                remedy=suggest_name(unknown[0], known) or "use these, or give the data that column",
             )
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         rows = [{name: values[n] for name, values in columns.items()} for n in range(len(completions))]
         asked = zip(prompts, completions, rows, strict=True)
-        return [await self.judged(transcript(prompt), completion, row) for prompt, completion, row in asked]
+        return [await self.judged(format_messages(prompt), completion, row) for prompt, completion, row in asked]
 
     @abc.abstractmethod
     async def judged(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float | None:
@@ -194,7 +194,7 @@ class PairwiseSource(_Judge):
         """Returns 1 where the completion wins in both places, -1 where the other text does, 0 or ±0.5 in between."""
         if row[self.column] is None:
             return None
-        fields, other = {**row, "rubric": self._rubric, "prompt": prompt}, text_of(row[self.column])
+        fields, other = {**row, "rubric": self._rubric, "prompt": prompt}, plain_text(row[self.column])
         as_a, as_b = await asyncio.gather(
             self.ask({**fields, "a": completion, "b": other}, _points),
             self.ask({**fields, "a": other, "b": completion}, _points),
@@ -212,7 +212,7 @@ def judge_source(config: JudgeReward) -> RewardSource:
     return PointwiseSource(config, config.method)
 
 
-class Comparer:
+class JudgeComparer:
     """A pairwise judge between any two answers, for win rates.
 
     Args:
@@ -251,7 +251,7 @@ class Comparer:
 _OTHER = "the other answer"
 
 
-def transcript(prompt: PromptText) -> str:
+def format_messages(prompt: PromptText) -> str:
     """Returns the prompt as text: messages one below the other, with who said them."""
     if isinstance(prompt, str):
         return prompt

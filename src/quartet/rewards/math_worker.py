@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
-from quartet.processes import Wire
-from quartet.rewards.subprocesses import Questions
+from quartet.processes import MessagePipe
+from quartet.rewards.subprocesses import WorkerRequests
 
 _MEMORY_BYTES = 4 << 30
 _STANDS_ALONE = re.compile(
@@ -32,14 +32,16 @@ _COMMAND = r"\\\1"
 _MIXED = re.compile(r"(?<![^{$-])(\d{1,20}) +(\d{1,20})/(\d{1,20})(?= *(?:[}$]|$))")
 
 
-def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dict[str, Any], job: Any) -> float | None:
+def verify_answers(
+    parse: Callable[..., Any], verify: Callable[..., bool], configs: dict[str, Any], job: Any
+) -> float | None:
     """Returns 1 for an equal answer, else 0; None where the right answer itself cannot be read."""
     extraction = [configs[kind] for kind in job["extract"]]
     limit = max(1, int(job["timeout_s"]))
     as_it_stands, between = (job["gold"], extraction), (f"${_NAMED.sub(_COMMAND, job['gold'])}$", [*configs.values()])
     gold: list[Any] = []
     # Data sets often hold bare LaTeX. Without delimiters a number is looked for, which would be a part of it.
-    for text, kinds in (as_it_stands, between) if stands_alone(job["gold"]) else (between, as_it_stands):
+    for text, kinds in (as_it_stands, between) if is_plain_answer(job["gold"]) else (between, as_it_stands):
         gold = parse(_with_fractions(text), extraction_config=kinds, parsing_timeout=limit)
         if any(not isinstance(found, str) for found in gold):
             break
@@ -49,7 +51,7 @@ def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dic
     return float(bool(verify(gold, found, float_rounding=job["digits"], timeout_seconds=limit)))
 
 
-def stands_alone(gold: str) -> bool:
+def is_plain_answer(gold: str) -> bool:
     """Tells whether an answer is read as it stands: it has delimiters, or is no LaTeX. Any other is read between
     them."""
     return _STANDS_ALONE.search(_SET_IN_TEXT.sub("", gold)) is not None
@@ -69,17 +71,17 @@ def _with_fractions(text: str) -> str:
     return _MIXED.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
 
 
-def serve(settings: Mapping[str, Any], wire: Wire) -> None:
+def serve_math(settings: Mapping[str, Any], wire: MessagePipe) -> None:
     """Answers each job with a score."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     configs = {"latex": LatexExtractionConfig(), "expr": ExprExtractionConfig()}
-    channel = Questions(wire)
+    channel = WorkerRequests(wire)
     channel.answer(0, "ready")
     for number, job in channel:
         try:
-            score = compare(parse, verify, configs, job)
+            score = verify_answers(parse, verify, configs, job)
         except (MemoryError, RecursionError):
             score = 0.0
         channel.answer(number, score)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quartet.config.errors import UserError
-from quartet.config.rewards import Fallible, OnError
+from quartet.config.rewards import FallibleReward, OnError
 from quartet.rewards.function_worker import check_column
 from quartet.text.examples import PromptText
 
@@ -85,7 +85,7 @@ class RewardSource(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScoreOutcome:
     """Scores of one chunk. ``failed``: which samples have none because the source failed, with the reasons; the others
     without a score are those to which the source does not apply.
     """
@@ -118,7 +118,7 @@ class GuardedReward:
     _places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, source: RewardSource, config: Fallible) -> GuardedReward:
+    def of(cls, source: RewardSource, config: FallibleReward) -> GuardedReward:
         """Puts the source under the rules of its recipe's section; one completion per call where that has no batch
         size."""
         return cls(
@@ -149,7 +149,7 @@ class GuardedReward:
         completions: Sequence[str],
         columns: Columns,
         mark: Callable[[], None] = lambda: None,
-    ) -> Outcome:
+    ) -> ScoreOutcome:
         """Returns the scores in the order of the completions, whenever the calls end.
 
         Args:
@@ -169,7 +169,7 @@ class GuardedReward:
 
         num = len(completions)
         if not num:
-            return Outcome([], [])
+            return ScoreOutcome([], [])
         size = self.batch_size or num
         await self.source.ready()
         parts = [slice(start, min(start + size, num)) for start in range(0, num, size)]
@@ -192,7 +192,7 @@ class GuardedReward:
         self.has_scored |= not all(failed)
         self._num_left_out += sum(failed)
         self._first_reason = self._first_reason or next(iter(reasons), None)
-        return Outcome([None if isinstance(score, RewardError) else score for score in found], failed, reasons)
+        return ScoreOutcome([None if isinstance(score, RewardError) else score for score in found], failed, reasons)
 
     def warnings(self) -> list[str]:
         """Tells how many samples were left out so far and why the first of them was, and what the source has to say."""
@@ -236,7 +236,7 @@ class GuardedReward:
         return [late] * (part.stop - part.start)
 
 
-class Threads:
+class LimitedThreads:
     """Runs calls beside the event loop, each in a thread of its own, at most ``concurrency`` at a time.
 
     They keep no process alive: the end of a run does not wait for a call that never comes back.
@@ -284,7 +284,7 @@ def effective_weights(scores: Mapping[str, Tensor], weights: Mapping[str, float]
     }
 
 
-def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+def combine_scores(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
     """Returns every completion's reward, and whether any source applies to it.
 
     Args:

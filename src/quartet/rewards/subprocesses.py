@@ -17,13 +17,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from quartet.processes import Process, ProcessDied, ProcessTimeout, Wire
+from quartet.processes import MessagePipe, Process, ProcessDied, ProcessTimeout
 
 
-class Questions:
+class WorkerRequests:
     """The trainer's questions, in the process that answers them."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: MessagePipe) -> None:
         self._wire = wire
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
@@ -47,8 +47,8 @@ class Subprocess(Process):
     """A process that is ready when it is made; ``greeting`` is the first message that it sent.
 
     Args:
-        target: ``module:function`` that runs there, with a wire for ``Questions``; found as this process finds modules.
-            It answers question 0, which belongs to no question, when it is ready.
+        target: ``module:function`` that runs there, with a wire for ``WorkerRequests``; found as this process finds
+            modules. It answers question 0, which belongs to no question, when it is ready.
         settings: pickled for it.
         quiet: what it prints is dropped, and not printed where this process prints.
         threads: what OpenMP, and so torch and numpy, computes with there; None: as many as it likes.

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from quartet.config.plugins import load, weight_forms
+from quartet.config.plugins import load_object, weight_forms
 from quartet.models.lora import AdaptedLayer
-from quartet.models.memory import note_derived
+from quartet.models.memory import register_derived
 from quartet.models.packed_model import PackedCausalLM
 
 Adapted = Mapping[nn.Module, AdaptedLayer]
@@ -35,11 +35,11 @@ Form = Callable[[Tensor], Tensor]
 # Forms ---------------------------------------------------------------------------------------------------
 
 
-def as_it_is(weight: Tensor) -> Tensor:
+def keep_dtype(weight: Tensor) -> Tensor:
     return weight
 
 
-def halved(weight: Tensor) -> Tensor:
+def to_bf16(weight: Tensor) -> Tensor:
     return weight.to(torch.bfloat16)
 
 
@@ -142,10 +142,11 @@ class ConvertedWeight(WeightCopy):
         super().__init__([module], [source], [form])
 
     def put_in(self) -> None:
-        self._module._parameters[self._name] = self.tensors[0]  # type: ignore[assignment]
+        assert self.tensors[0] is not None
+        setattr(self._module, self._name, nn.Parameter(self.tensors[0], requires_grad=False))
 
     def take_out(self) -> None:
-        self._module._parameters[self._name] = self._sources[0].parameter  # type: ignore[assignment]
+        setattr(self._module, self._name, self._sources[0].parameter)
 
 
 # Of a whole model -----------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class ComputeWeights:
         self._num_rows = num_rows
         self._in_place = in_place
         self._copies: list[WeightCopy] | None = None
-        note_derived(packed.model, self)
+        register_derived(packed.model, self)
 
     @property
     def num_bytes(self) -> int:
@@ -227,7 +228,7 @@ class ComputeWeights:
         adapted: Adapted = {layer.base: layer for layer in adapters}
         done: set[nn.Module] = set()
         for form in weight_forms():
-            for one in load(form.copies)(packed, adapted, self._num_rows, self._in_place):
+            for one in load_object(form.copies)(packed, adapted, self._num_rows, self._in_place):
                 done.update(one.modules)
                 yield one
         kinds = (nn.Linear, Conv1D) if packed.precision == "bf16" else ()
@@ -235,12 +236,12 @@ class ComputeWeights:
         def form_of(module: nn.Module, parameter: nn.Parameter) -> Form:
             """Chooses the form in which autocast uses a parameter without a cast."""
             is_cast = packed.precision == "bf16" and parameter.dtype == torch.float32
-            return halved if is_cast and (type(module) in kinds or module in adapted) else as_it_is
+            return to_bf16 if is_cast and (type(module) in kinds or module in adapted) else keep_dtype
 
-        yield from converted(packed, adapted, done, form_of, in_place=self._in_place)
+        yield from convert_parameters(packed, adapted, done, form_of, in_place=self._in_place)
 
 
-def converted(
+def convert_parameters(
     packed: PackedCausalLM,
     adapted: Adapted,
     done: Collection[nn.Module],
@@ -255,15 +256,15 @@ def converted(
         done: modules that have copies already.
         in_place: as for ``ComputeWeights``.
     """
-    uses = Counter(p for m in packed.model.modules() for p in m._parameters.values() if p is not None)
+    uses = Counter(p for m in packed.model.modules() for p in m.parameters(recurse=False))
     factors = {id(factor) for layer in adapted.values() for factor in layer.factors}
     for module in packed.model.modules():
-        for name, parameter in module._parameters.items() if module not in done else ():
-            if parameter is None or id(parameter) in factors:
+        for name, parameter in module.named_parameters(recurse=False) if module not in done else ():
+            if id(parameter) in factors:
                 continue
             merged_by = adapted.get(module) if name == "weight" else None
             form = form_of(module, parameter)
-            if form is as_it_is and merged_by is None:
+            if form is keep_dtype and merged_by is None:
                 continue
             if in_place and merged_by is None and uses[parameter] == 1:
                 parameter.data = form(parameter.detach())

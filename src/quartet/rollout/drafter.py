@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from quartet.config.engines import Speculation
-from quartet.config.plugins import added, load
+from quartet.config.engines import BaseSpeculationConfig
+from quartet.config.plugins import load_object, plugin_entries
 from quartet.models.packed_model import PackedCausalLM
 
 if TYPE_CHECKING:
     from quartet.rollout.engine import NativeEngine
-    from quartet.rollout.scheduler import Response
+    from quartet.rollout.scheduler import EngineRequest
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def _only(tree: DraftTree, nodes: tuple[int, ...]) -> DraftTree:
 
 
 @lru_cache(maxsize=256)
-def chain(num: int) -> DraftTree:
+def chain_tree(num: int) -> DraftTree:
     """Makes a tree of ``num`` tokens, one behind the other."""
     return DraftTree(tuple(range(-1, num - 1)), tuple(range(num)))
 
 
-NO_DRAFT = chain(0)
+NO_DRAFT = chain_tree(0)
 
 
 class Drafter(Protocol):
@@ -111,13 +111,13 @@ class Drafter(Protocol):
             computing: in which its model may be computed with.
         """
 
-    def verified(self, response: Response, kept: Sequence[int], *, ended: bool) -> None:
+    def verified(self, response: EngineRequest, kept: Sequence[int], *, ended: bool) -> None:
         """Notes of each draft which nodes of ``response.tree`` were kept; ``ended``: nothing was tried behind them."""
 
-    def finished(self, response: Response) -> None:
+    def finished(self, response: EngineRequest) -> None:
         """Notes that a response ended by itself and has all its tokens."""
 
-    def forget(self, response: Response) -> None:
+    def forget(self, response: EngineRequest) -> None:
         """Forgets a response that ended, in whatever way."""
 
     def by_depth(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -144,7 +144,7 @@ class DrafterModel(Protocol):
 
 
 def make_drafter(
-    speculation: Speculation | None, packed: PackedCausalLM, model: DrafterModel | None = None
+    speculation: BaseSpeculationConfig | None, packed: PackedCausalLM, model: DrafterModel | None = None
 ) -> Drafter | None:
     """Makes the drafter of ``speculation``; None where that is None.
 
@@ -157,14 +157,14 @@ def make_drafter(
     """
     if speculation is None:
         return None
-    return cast(Drafter, load(added("drafters")[speculation.type].drafter)(speculation, packed, model))
+    return cast(Drafter, load_object(plugin_entries("drafters")[speculation.type].drafter)(speculation, packed, model))
 
 
-def load_drafter_model(speculation: Speculation | None, packed: PackedCausalLM) -> DrafterModel | None:
+def load_drafter_model(speculation: BaseSpeculationConfig | None, packed: PackedCausalLM) -> DrafterModel | None:
     """Loads the model that tokens are drafted with for the policy ``packed``; None where drafting needs none.
 
     Raises:
         UserError: it is not there, or another policy's.
     """
-    target = None if speculation is None else added("drafters")[speculation.type].model
-    return None if target is None else cast(DrafterModel, load(target)(speculation, packed))
+    target = None if speculation is None else plugin_entries("drafters")[speculation.type].model
+    return None if target is None else cast(DrafterModel, load_object(target)(speculation, packed))

@@ -25,30 +25,36 @@ from torch import Tensor
 
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
-from quartet.config.plugins import added, load
+from quartet.config.plugins import load_object, plugin_entries
 from quartet.models.attention import AttentionContext
-from quartet.models.exact import MIN_ROWS, row_step
+from quartet.models.exact import MIN_ROWS, row_multiple
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.models.memory import to_device
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.models.packing_probe import check_decoding, model_context_length
 from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.drafter import Drafter, make_drafter
-from quartet.rollout.prefix_cache import Block, KVCache, slot_shape
-from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Generated, GenerationError, Request
+from quartet.rollout.prefix_cache import CacheBlock, KVCache, next_slot_shape
+from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, PartialCompletion, Request
 from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import (
     Decode,
+    EngineRequest,
     PrefillChunk,
-    Response,
     Scheduler,
     StopStringMatcher,
     check_request,
 )
-from quartet.rollout.step_attention import Contexts, ExactContexts, PlainContexts, StepAttention, begins
+from quartet.rollout.step_attention import (
+    AttentionBackend,
+    ExactAttentionBackend,
+    PlainAttentionBackend,
+    StepAttention,
+    starts_sequence,
+)
 from quartet.text.tokenizer import TextCodec
-from quartet.weights.sink import TensorSink, write_into
+from quartet.weights.sink import TensorSink, write_weights
 
 _Sampled = dict[int, list[float]]
 """``[token, logprob]`` behind a row's newest token, 0, and behind drafted ones, ``1 + node``."""
@@ -57,18 +63,18 @@ _PACKED_ROWS = 64
 drafts (``benchmarks/products.py``)."""
 
 
-def choose_contexts(packed: PackedCausalLM) -> Contexts:
+def choose_attention_backend(packed: PackedCausalLM) -> AttentionBackend:
     """Chooses the attention of an engine that generates with ``packed``."""
     if packed.numerics == "exact":
-        return ExactContexts(row_step(packed.body))
+        return ExactAttentionBackend(row_multiple(packed.body))
     if packed.device.type != "cpu":
         # Reading prompts in place takes some thirty operations per prompt and layer, each a kernel to launch: a step of
         # 0.5 B with 32 prompts took 219 ms on an H200. Copied prompts take none.
-        return PlainContexts(shares_prefixes=False)
-    return Contexts(shares_prefixes=packed.shares_prefixes)
+        return PlainAttentionBackend(shares_prefixes=False)
+    return AttentionBackend(shares_prefixes=packed.shares_prefixes)
 
 
-def own_copy(packed: PackedCausalLM) -> PackedCausalLM:
+def copy_packed_model(packed: PackedCausalLM) -> PackedCausalLM:
     """Makes an independent copy for an engine of its own in the same process: weights, adapters, precision, numerics.
 
     What was found out about the model (shared prompts, the logits' scale) is taken over, not found out again. Gradients
@@ -114,7 +120,7 @@ class NativeEngine:
         cache_tokens: int | None = None,
         decode: Decode | None = None,
         version: int | None = None,
-        contexts: Contexts | None = None,
+        contexts: AttentionBackend | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         if not packed.shares_prefixes:
@@ -124,7 +130,7 @@ class NativeEngine:
         self.owns_weights = owns_weights
         self.max_running = max_running
         self._decode = decode
-        contexts = contexts or choose_contexts(packed)
+        contexts = contexts or choose_attention_backend(packed)
         self._contexts = contexts
         self._scheduler = Scheduler(
             max_running,
@@ -139,7 +145,7 @@ class NativeEngine:
         self._rows_valid = self._rows_current = False
         self._stats = EngineStats(policy_version=version or 0)
         self._finished: list[Completion] = []
-        self._failed: list[Response] = []
+        self._failed: list[EngineRequest] = []
         self.drafter = drafter
         self._keeps_hidden = drafter is not None and drafter.reads_hidden
         self._sink = self._make_sink(version) if owns_weights else None
@@ -166,20 +172,20 @@ class NativeEngine:
         self._retire(responses)
         self._finished += [response.completion(FinishReason.CANCELLED) for response in responses]
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
         held = self._scheduler.held
         return {i: held[i].generated() for i in request_ids if i in held}
 
     @property
-    def held(self) -> Mapping[str, Response]:
+    def held(self) -> Mapping[str, EngineRequest]:
         """The responses by request id, waiting ones too."""
         return self._scheduler.held
 
     @property
-    def running(self) -> list[Response]:
+    def running(self) -> list[EngineRequest]:
         return self._scheduler.running
 
-    def _retire(self, responses: Sequence[Response]) -> None:
+    def _retire(self, responses: Sequence[EngineRequest]) -> None:
         self._scheduler.retire(responses)
         for response in responses:
             if self.drafter is not None:
@@ -247,7 +253,7 @@ class NativeEngine:
         return finished
 
     def _forward(
-        self, decodes: bool, prefills: Sequence[PrefillChunk], wanted: Sequence[Block], spans: DraftRows | None
+        self, decodes: bool, prefills: Sequence[PrefillChunk], wanted: Sequence[CacheBlock], spans: DraftRows | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Decodes new tokens of the rows and fills blocks.
 
@@ -261,7 +267,9 @@ class NativeEngine:
             the end of each wanted block.
         """
         contexts, rows = self._contexts, self._rows
-        prefills = sorted(prefills, key=lambda prefill: (not begins(prefill), prefill.end if begins(prefill) else 0))
+        prefills = sorted(
+            prefills, key=lambda prefill: (not starts_sequence(prefill), prefill.end if starts_sequence(prefill) else 0)
+        )
         num_rows = 0 if not decodes else rows.num_rows if spans is None else len(spans.tokens)
         sizes = [prefill.end - prefill.start for prefill in prefills]
         parts: list[tuple[AttentionContext, int]] = []
@@ -305,7 +313,7 @@ class NativeEngine:
             return tokens, positions
         return torch.cat([new.tokens[:num_rows], tokens]), torch.cat([new.positions[:num_rows], positions])
 
-    def _states(self, hidden: Tensor | None, num_rows: int, blocks: Sequence[Block]) -> Tensor:
+    def _states(self, hidden: Tensor | None, num_rows: int, blocks: Sequence[CacheBlock]) -> Tensor:
         """Returns the states ``[B + blocks, D]`` of which the logits are wanted, filled up to enough rows."""
         wanted = num_rows + len(blocks)
         computed = self._contexts.padded_rows(wanted)
@@ -317,7 +325,7 @@ class NativeEngine:
         picked += [block.last_hidden.unsqueeze(0) for block in blocks if block.last_hidden is not None]
         return F.pad(torch.cat(picked), (0, 0, 0, computed - wanted))
 
-    def _place_rows(self) -> list[Response]:
+    def _place_rows(self) -> list[EngineRequest]:
         """Makes rows of what runs, and room in the cache for a token of each."""
         placement = self._scheduler.place_rows()
         if any(target >= self._cache.num_slots for _, target, _ in placement.moves):
@@ -342,7 +350,7 @@ class NativeEngine:
                 self._scheduler.prefixes.trim(self._cache.num_tokens, self._scheduler.wanted_blocks)
         return running
 
-    def _fit_slots(self, running: Sequence[Response]) -> None:
+    def _fit_slots(self, running: Sequence[EngineRequest]) -> None:
         """Gives the cache room for the next tokens of each of ``running``, within ``cache_tokens``."""
         cache, scheduler = self._cache, self._scheduler
         limit = None if scheduler.cache_tokens is None else scheduler.cache_tokens - scheduler.prefixes.num_tokens
@@ -351,7 +359,7 @@ class NativeEngine:
                 cache.resize(0, 0)
             return
         longest = self._contexts.slot_length(max(r.num_stored + len(r.draft) for r in running) + 1)
-        shape = slot_shape(
+        shape = next_slot_shape(
             (cache.num_slots, cache.capacity),
             num_rows=len(running),
             longest=longest,
@@ -361,7 +369,7 @@ class NativeEngine:
         )
         cache.resize(*shape)
 
-    def _place(self, response: Response) -> None:
+    def _place(self, response: EngineRequest) -> None:
         """Fills the slot of a request that got its row from its block, and lets go of what it then has itself."""
         block, prefix = response.block, response.prefix
         assert block is not None, "it was admitted with what was computed for it"
@@ -373,7 +381,7 @@ class NativeEngine:
             self._scheduler.prefixes.drop(block)
         response.block = None
 
-    def _begin(self, admitted: Sequence[Response], logits: Tensor, hidden: Tensor) -> None:
+    def _begin(self, admitted: Sequence[EngineRequest], logits: Tensor, hidden: Tensor) -> None:
         """Samples the next token of requests whose blocks are complete, from ``logits [A, V]``, ``hidden [A, D]``."""
         self._scheduler.admit(admitted)
         for response in admitted:
@@ -382,14 +390,14 @@ class NativeEngine:
         sampled = self._sample(admitted, [0] * len(admitted), logits)
         self._record(admitted, [{0: pair} for pair in sampled], hidden)
 
-    def _sample(self, responses: Sequence[Response], ahead: Sequence[int], logits: Tensor) -> list[list[float]]:
+    def _sample(self, responses: Sequence[EngineRequest], ahead: Sequence[int], logits: Tensor) -> list[list[float]]:
         """Samples token and log-probability for each row of ``logits [B, V]``, ``ahead`` places behind its response's
         next."""
         sampling = SamplingRows.build([r.request.sampling for r in responses], self._vocab_size, self.packed.device)
         places = [len(r.token_ids) + n for r, n in zip(responses, ahead, strict=True)]
         return self._read(*sample(logits, sampling, np.array(places, dtype=np.uint64)))
 
-    def _sample_drafted(self, running: Sequence[Response], logits: Tensor) -> list[_Sampled]:
+    def _sample_drafted(self, running: Sequence[EngineRequest], logits: Tensor) -> list[_Sampled]:
         """Samples, of the rows' new tokens, ``logits [T, V]``, what follows the newest and each drafted one that was
         drawn.
 
@@ -413,14 +421,14 @@ class NativeEngine:
             asked = drawn
         return found
 
-    def _record(self, responses: Sequence[Response], sampled: Sequence[_Sampled], hidden: Tensor) -> None:
+    def _record(self, responses: Sequence[EngineRequest], sampled: Sequence[_Sampled], hidden: Tensor) -> None:
         """Gives each response its token, or those that its proposals let stand; retires what ends or has none.
 
         Args:
             hidden: ``[T, D]`` at all new tokens.
         """
-        done: list[tuple[Response, FinishReason]] = []
-        failed: list[Response] = []
+        done: list[tuple[EngineRequest, FinishReason]] = []
+        failed: list[EngineRequest] = []
         first = 0
         for response, own in zip(responses, sampled, strict=True):
             size, before = 1 + len(response.draft), len(response.token_ids)
@@ -452,7 +460,7 @@ class NativeEngine:
         # fp64 holds both, so one copy is enough.
         return torch.stack([tokens.double(), logprobs.double()], 1).tolist()
 
-    def _drop(self, failed: Sequence[Response]) -> None:
+    def _drop(self, failed: Sequence[EngineRequest]) -> None:
         """Drops responses whose logits are not finite, and what was computed with them; the step's end names them."""
         for response in failed:
             if response.row >= 0:
@@ -497,7 +505,7 @@ class NativeEngine:
         if source is None:
             self._take_version(version)
             return
-        write_into(self.weight_sink(), source, version)
+        write_weights(self.weight_sink(), source, version)
 
     def release_cache(self) -> int:
         """Gives back what can be computed again: keys and values, weights in other forms. Weights and requests stay.
@@ -573,7 +581,11 @@ def load_engine(
     adapters = None if lora is None else LoRAConfig(**lora)
     packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
     packed.model.requires_grad_(False)
-    section = None if speculation is None else load(added("drafters")[speculation["type"]].section)(**speculation)
+    section = (
+        None
+        if speculation is None
+        else load_object(plugin_entries("drafters")[speculation["type"]].section)(**speculation)
+    )
     drafter = make_drafter(section, packed)
     decode = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code).decode_completion
     options |= {"decode": decode, "version": version, "drafter": drafter}

@@ -27,7 +27,7 @@ prompt is read from each member's slot, over and over. Below this the copies are
 
 
 @dataclass(eq=False)
-class Block:
+class CacheBlock:
     """Keys and values of one run of tokens, filled over one step or several.
 
     Attributes:
@@ -42,7 +42,7 @@ class Block:
     """
 
     token_ids: tuple[int, ...]
-    parent: Block | None = None
+    parent: CacheBlock | None = None
     shared: bool = False
     reusable: bool = True
     again: bool = False
@@ -62,7 +62,7 @@ class Block:
         return 0 if self.parent is None else self.parent.start + len(self.parent)
 
     @property
-    def chain(self) -> tuple[Block, ...]:
+    def chain(self) -> tuple[CacheBlock, ...]:
         """The blocks of the whole sequence, root first."""
         return (self,) if self.parent is None else (*self.parent.chain, self)
 
@@ -97,8 +97,8 @@ class PrefixCache:
 
     def __init__(self) -> None:
         # The least recently used first.
-        self._blocks: OrderedDict[Block, None] = OrderedDict()
-        self._prompts: dict[tuple[int, ...], Block] = {}
+        self._blocks: OrderedDict[CacheBlock, None] = OrderedDict()
+        self._prompts: dict[tuple[int, ...], CacheBlock] = {}
         self.num_tokens = 0
         self.idle_tokens = 0
 
@@ -109,11 +109,11 @@ class PrefixCache:
     def num_bytes(self) -> int:
         return sum(block.num_bytes for block in self._blocks)
 
-    def find(self, token_ids: tuple[int, ...]) -> Block | None:
+    def find(self, token_ids: tuple[int, ...]) -> CacheBlock | None:
         """Returns the block of exactly this prompt, complete or not."""
         return self._prompts.get(token_ids)
 
-    def hold(self, block: Block) -> None:
+    def hold(self, block: CacheBlock) -> None:
         """Counts one more user of ``block`` and of what it follows; takes in blocks that are new."""
         for link in block.chain:
             if link not in self._blocks:
@@ -126,7 +126,7 @@ class PrefixCache:
             self._blocks[link] = None
             self._blocks.move_to_end(link)
 
-    def drop(self, block: Block) -> None:
+    def drop(self, block: CacheBlock) -> None:
         """Takes a user away. An idle block stays if later requests can use it: a prompt, complete."""
         for link in block.chain:
             link.num_users -= 1
@@ -135,14 +135,14 @@ class PrefixCache:
                 if self._prompts.get(link.token_ids) is not link or link.done < len(link):
                     self._remove(link)
 
-    def discard(self, block: Block) -> None:
+    def discard(self, block: CacheBlock) -> None:
         """Takes care that the block is not found any more; it goes with its last user."""
         if self._prompts.get(block.token_ids) is block:
             del self._prompts[block.token_ids]
             if not block.num_users:
                 self._remove(block)
 
-    def evict(self, num_tokens: int, wanted: Callable[[], Collection[Block]]) -> bool:
+    def evict(self, num_tokens: int, wanted: Callable[[], Collection[CacheBlock]]) -> bool:
         """Gives back at least ``num_tokens`` by idle prompts, the least recently used first.
 
         Args:
@@ -164,7 +164,7 @@ class PrefixCache:
             self._remove(block)
         return True
 
-    def trim(self, limit: int, wanted: Callable[[], Collection[Block]]) -> None:
+    def trim(self, limit: int, wanted: Callable[[], Collection[CacheBlock]]) -> None:
         """Evicts idle prompts that no request waits for while idle ones hold more than ``limit`` tokens."""
         if self.idle_tokens <= limit:
             return
@@ -181,7 +181,7 @@ class PrefixCache:
         self._prompts.clear()
         self.num_tokens = self.idle_tokens = 0
 
-    def _remove(self, block: Block) -> None:
+    def _remove(self, block: CacheBlock) -> None:
         block.empty()
         self.num_tokens -= len(block)
         self.idle_tokens -= len(block)
@@ -280,7 +280,7 @@ class KVCache:
         self.num_slots = self.capacity = 0
 
 
-def slot_shape(
+def next_slot_shape(
     now: tuple[int, int], *, num_rows: int, longest: int, most: int, max_rows: int, limit: int | None
 ) -> tuple[int, int]:
     """Returns slots and capacity for what runs: growing by a half at a time, within the limit.

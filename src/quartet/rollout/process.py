@@ -29,17 +29,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quartet.config import UserError
 from quartet.observe.process import VARIABLE, set_up_from_environment
-from quartet.processes import Process, ProcessTimeout, Wire
+from quartet.processes import MessagePipe, Process, ProcessTimeout
 from quartet.rollout.protocol import (
     Completion,
     EngineFailed,
     EngineStats,
-    Generated,
     GenerationError,
+    PartialCompletion,
     Request,
     RequestLedger,
     SteppedEngine,
-    check_ids,
+    check_request_ids,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class _EngineChild(Process):
         settings = {"target": spec.target, "kwargs": dict(spec.kwargs), "has_weights": has_weights, "stderr": stderr}
         options: dict[str, Any] = {"python": spec.python, "environment": variables, "passed": (stderr,)}
         try:
-            super().__init__("quartet.rollout.process:serve", settings, output=self._log, **options)
+            super().__init__("quartet.rollout.process:serve_engine", settings, output=self._log, **options)
         except OSError:
             self._close()
             raise
@@ -327,7 +327,7 @@ class EngineProcess:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._require()
-        check_ids(requests, self._ledger.held)
+        check_request_ids(requests, self._ledger.held)
         # Answers may follow at once.
         self._ledger.add(requests)
         try:
@@ -366,9 +366,9 @@ class EngineProcess:
         if held:
             self._call("cancel", held, then=lambda: self._ledger.cancel(held))
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
         held = [i for i in request_ids if i in self._ledger.held]
-        found: dict[str, Generated] = self._call("generated", held) if held else {}
+        found: dict[str, PartialCompletion] = self._call("generated", held) if held else {}
         return found
 
     # State -----------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ class EngineProcess:
 # In the process --------------------------------------------------------------------------------------------
 
 
-def serve(settings: Mapping[str, Any], wire: Wire) -> None:
+def serve_engine(settings: Mapping[str, Any], wire: MessagePipe) -> None:
     """Makes the engine ``settings["target"]``, and answers until the connection ends.
 
     Args:
@@ -449,7 +449,7 @@ def serve(settings: Mapping[str, Any], wire: Wire) -> None:
         getattr(engine.engine, "close", bool)()
 
 
-def _made(wire: Wire, target: str, kwargs: Mapping[str, Any]) -> SteppedEngine:
+def _made(wire: MessagePipe, target: str, kwargs: Mapping[str, Any]) -> SteppedEngine:
     module, _, name = target.partition(":")
     gc.disable()  # what is imported stays, and need not be walked now or later
     try:
@@ -470,7 +470,7 @@ class _Service:
         has_weights: the engine was made with those that it computes with.
     """
 
-    def __init__(self, engine: SteppedEngine, wire: Wire, *, has_weights: bool) -> None:
+    def __init__(self, engine: SteppedEngine, wire: MessagePipe, *, has_weights: bool) -> None:
         self._engine = engine
         self._wire = wire
         self._has_weights = has_weights

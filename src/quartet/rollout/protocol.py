@@ -151,7 +151,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Generated:
+class PartialCompletion:
     """What a request has so far; its columns are equally long."""
 
     token_ids: tuple[int, ...]
@@ -160,7 +160,7 @@ class Generated:
 
 
 @dataclass(eq=False)
-class Unfinished:
+class UnfinishedRequest:
     """A request, and the tokens that it has so far; ``text_end`` as of ``Completion``."""
 
     request: Request
@@ -169,8 +169,8 @@ class Unfinished:
     versions: list[int] = field(default_factory=list, kw_only=True)
     text_end: int | None = field(default=None, kw_only=True)
 
-    def generated(self) -> Generated:
-        return Generated(tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions))
+    def generated(self) -> PartialCompletion:
+        return PartialCompletion(tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions))
 
     def completion(self, reason: FinishReason) -> Completion:
         columns = tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions)
@@ -280,7 +280,7 @@ class StepEngine(Protocol):
         """Ends requests; they are handed over as ``CANCELLED`` with the tokens they have. Unknown ids are
         ignored, since a request may finish before its cancellation arrives."""
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
         """Returns what requests have so far, by id, for those who watch; unknown and ended ones are left out."""
 
     def update_weights(self, source: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
@@ -335,7 +335,7 @@ class RolloutEngine(Protocol):
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Cancels as ``StepEngine.cancel`` does."""
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
         """Returns what requests have so far, by id, for those who watch; empty where an engine does not say."""
 
     def pause(self) -> None:
@@ -363,7 +363,7 @@ class RolloutEngine(Protocol):
         """Ends what it started; the engine is not used any more. Closing twice is allowed."""
 
 
-def check_ids(requests: Sequence[Request], held: Container[str]) -> None:
+def check_request_ids(requests: Sequence[Request], held: Container[str]) -> None:
     """Raises UserError where an id is held already, or given twice."""
     twice = [i for i, n in Counter(request.request_id for request in requests).items() if n > 1 or i in held]
     if twice:
@@ -476,7 +476,7 @@ class SteppedEngine:
     def cancel(self, request_ids: Iterable[str]) -> None:
         self.engine.cancel(request_ids)
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
         return self.engine.generated(request_ids)
 
     def pause(self) -> None:
@@ -541,9 +541,9 @@ class PacedEngine:
         self.engine.cancel(request_ids)
 
     def update_weights(self, source: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        from quartet.weights.sink import write_into
+        from quartet.weights.sink import write_weights
 
-        write_into(self.weight_sink(), source or (), version)
+        write_weights(self.weight_sink(), source or (), version)
 
     def weight_sink(self) -> TensorSink:
         return self.engine.weight_sink()
@@ -551,5 +551,5 @@ class PacedEngine:
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
         return self.engine.generated(request_ids)

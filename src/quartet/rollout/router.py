@@ -24,13 +24,13 @@ from quartet.rollout.protocol import (
     EngineFailed,
     EngineStats,
     FinishReason,
-    Generated,
     GenerationError,
+    PartialCompletion,
     Request,
     RequestLedger,
     RequestsRefused,
     RolloutEngine,
-    check_ids,
+    check_request_ids,
 )
 
 if TYPE_CHECKING:
@@ -71,11 +71,11 @@ class Router:
     ) -> None:
         self.restarts = self.rerouted = 0
         self._max_outstanding = max_outstanding
-        self._pins: dict[str, Member] = {}  # where requests go whatever there is, by their ids
-        self._homes: OrderedDict[str, Member] = OrderedDict()  # by session
+        self._pins: dict[str, RoutedEngine] = {}  # where requests go whatever there is, by their ids
+        self._homes: OrderedDict[str, RoutedEngine] = OrderedDict()  # by session
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="router")
         names = (getattr(engine, "name", None) or f"engine {number}" for number, engine in enumerate(engines))
-        self._members = [Member(*each, max_restarts) for each in zip(engines, names, strict=True)]
+        self._members = [RoutedEngine(*each, max_restarts) for each in zip(engines, names, strict=True)]
         self._queue: deque[list[Request]] = deque()
         self._ledger = RequestLedger("router")  # all of them, wherever they are
         self._done: list[Completion] = []
@@ -92,15 +92,15 @@ class Router:
 
     # Engines ---------------------------------------------------------------------------------------------
 
-    def _take_back(self, member: Member) -> None:
+    def _take_back(self, member: RoutedEngine) -> None:
         """Puts what an engine holds at the head of the queue."""
         held, cancelled = member.ledger.clear()
         self.rerouted += len(held)
-        self._queue.extendleft(reversed(units_of(held)))
+        self._queue.extendleft(reversed(group_requests(held)))
         for request in cancelled:
             self._hand_over(cancelled_completion(request))
 
-    def _fail(self, member: Member, error: UserError) -> None:
+    def _fail(self, member: RoutedEngine, error: UserError) -> None:
         """Handles the failure of an engine: its requests go elsewhere; it is started anew, where it can be and has not
         been too often."""
         member.reason = error.found
@@ -114,7 +114,7 @@ class Router:
         else:
             self._restart(member)
 
-    def _restart(self, member: Member) -> None:
+    def _restart(self, member: RoutedEngine) -> None:
         member.state = "starting"
         self.restarts += 1
         engine: Any = member.engine
@@ -135,10 +135,12 @@ class Router:
             except UserError as error:  # as it may say when it is made anew: no memory, a file that is gone
                 self._fail(member, error)
 
-    def _in_state(self, *states: State) -> list[Member]:
+    def _in_state(self, *states: State) -> list[RoutedEngine]:
         return [member for member in self._members if member.state in states]
 
-    def _each(self, members: Sequence[Member], do: Callable[[Member], object]) -> dict[Member, UserError]:
+    def _each(
+        self, members: Sequence[RoutedEngine], do: Callable[[RoutedEngine], object]
+    ) -> dict[RoutedEngine, UserError]:
         """Asks several engines side by side; those that fail are taken care of, other errors are returned."""
         errors = self._asked(members, do)
         for member, error in errors.items():
@@ -146,8 +148,10 @@ class Router:
                 self._fail(member, error)
         return {member: error for member, error in errors.items() if not isinstance(error, EngineFailed)}
 
-    def _asked(self, members: Sequence[Member], do: Callable[[Member], object]) -> dict[Member, UserError]:
-        def attempt(member: Member) -> UserError | None:
+    def _asked(
+        self, members: Sequence[RoutedEngine], do: Callable[[RoutedEngine], object]
+    ) -> dict[RoutedEngine, UserError]:
+        def attempt(member: RoutedEngine) -> UserError | None:
             try:
                 do(member)
             except UserError as error:
@@ -169,9 +173,9 @@ class Router:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._require_engines()
-        check_ids(requests, self._ledger.held)
+        check_request_ids(requests, self._ledger.held)
         self._ledger.add(requests)
-        self._queue.extend(units_of(requests))
+        self._queue.extend(group_requests(requests))
         self._dispatch()
         ids = {request.request_id for request in requests}
         for error in self._errors:
@@ -188,7 +192,7 @@ class Router:
             for n in range(max(1, len(members)))
         ]
         self._require_engines()
-        check_ids(copies, self._ledger.held)
+        check_request_ids(copies, self._ledger.held)
         self._ledger.add(copies)
         self._pins.update((copy.request_id, member) for copy, member in zip(copies, members, strict=False))
         self._queue.extendleft([copy] for copy in reversed(copies))
@@ -206,18 +210,18 @@ class Router:
         """Sends what waits to engines that have room for it."""
         if not self._queue:
             return
-        loads = {member: sum(map(size, member.ledger.held.values())) for member in self._usable()}
-        sent: dict[Member, list[list[Request]]] = {}
+        loads = {member: sum(map(max_request_tokens, member.ledger.held.values())) for member in self._usable()}
+        sent: dict[RoutedEngine, list[list[Request]]] = {}
         while self._queue and (member := self._choose(self._queue[0], loads)) is not None:
             unit = self._queue.popleft()
             member.ledger.add(unit)
-            loads[member] += sum(map(size, unit))
+            loads[member] += sum(map(max_request_tokens, unit))
             sent.setdefault(member, []).append(unit)
         errors = self._each([*sent], lambda member: member.engine.submit([r for unit in sent[member] for r in unit]))
         for member, error in errors.items():
             self._send_singly(member, sent[member], error)
 
-    def _choose(self, unit: Sequence[Request], loads: Mapping[Member, int]) -> Member | None:
+    def _choose(self, unit: Sequence[Request], loads: Mapping[RoutedEngine, int]) -> RoutedEngine | None:
         """Chooses where a unit goes: to the engine that had its session, if there is room, else where the fewest tokens
         are outstanding.
 
@@ -241,7 +245,7 @@ class Router:
                 self._homes.popitem(last=False)
         return chosen
 
-    def _usable(self) -> list[Member]:
+    def _usable(self) -> list[RoutedEngine]:
         usable = []
         for member in self._in_state("up"):
             try:
@@ -251,7 +255,7 @@ class Router:
                 self._fail(member, error)
         return usable
 
-    def _send_singly(self, member: Member, units: list[list[Request]], error: UserError) -> None:
+    def _send_singly(self, member: RoutedEngine, units: list[list[Request]], error: UserError) -> None:
         """Sends each unit by itself: an engine takes all or none, so whom ``error`` means is not known yet."""
         for unit in units:
             try:
@@ -264,7 +268,7 @@ class Router:
             except UserError as refused:
                 self._refuse(member, [request.request_id for request in unit], refused)
 
-    def _refuse(self, member: Member, ids: list[str], error: UserError) -> None:
+    def _refuse(self, member: RoutedEngine, ids: list[str], error: UserError) -> None:
         member.ledger.drop(ids)
         self._forget(ids)
         self._errors.append(RequestsRefused(error, ids))
@@ -307,7 +311,7 @@ class Router:
         elif not polled:
             time.sleep(min(seconds, _SLICE_S))
 
-    def _collect(self, member: Member, timeout_s: float = 0.0, cancelled: Sequence[str] = ()) -> None:
+    def _collect(self, member: RoutedEngine, timeout_s: float = 0.0, cancelled: Sequence[str] = ()) -> None:
         """Takes in what has ended.
 
         Args:
@@ -353,10 +357,10 @@ class Router:
         for request in waiting:
             self._hand_over(cancelled_completion(request))
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
-        ids, found = set(request_ids), dict[str, Generated]()
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
+        ids, found = set(request_ids), dict[str, PartialCompletion]()
 
-        def ask(member: Member) -> None:
+        def ask(member: RoutedEngine) -> None:
             found.update(member.engine.generated(ids & member.ledger.held.keys()))
 
         self._each([m for m in self._in_state("up") if not ids.isdisjoint(m.ledger.held)], ask)
@@ -364,7 +368,7 @@ class Router:
 
     # All of them -----------------------------------------------------------------------------------------
 
-    def _all(self, do: Callable[[Member], object]) -> None:
+    def _all(self, do: Callable[[RoutedEngine], object]) -> None:
         for error in self._each(self._in_state("up"), do).values():
             raise error
 
@@ -415,7 +419,7 @@ class Router:
 # Each of them -------------------------------------------------------------------------------------------
 
 
-class Member:
+class RoutedEngine:
     """One engine, and what it owes.
 
     Attributes:
@@ -447,12 +451,12 @@ class Member:
         return bool(getattr(self.engine, "has_weights", lambda: True)())
 
 
-def size(request: Request) -> int:
+def max_request_tokens(request: Request) -> int:
     """Returns how many tokens a request may come to."""
     return len(request.prompt_ids) + request.sampling.max_new_tokens
 
 
-def units_of(requests: Iterable[Request]) -> list[list[Request]]:
+def group_requests(requests: Iterable[Request]) -> list[list[Request]]:
     """Puts the requests of one group together, in the order of their first."""
     units: dict[str, list[Request]] = {}
     for request in requests:

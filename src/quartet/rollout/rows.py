@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quartet.models.memory import to_device
 from quartet.rollout.drafter import NO_DRAFT, DraftTree
-from quartet.rollout.prefix_cache import Block, KVCache, round_up
+from quartet.rollout.prefix_cache import CacheBlock, KVCache, round_up
 from quartet.rollout.sampler import SamplingRows
-from quartet.rollout.scheduler import BAND, Response
+from quartet.rollout.scheduler import BAND, EngineRequest
 
 SPARE_ROWS = 16
 """Query rows of a kernel call are rounded up to it, at the cost of the rows of the next block."""
@@ -62,7 +62,7 @@ def row_ranges(lengths: Sequence[int], round_up: Callable[[int], int]) -> list[R
 
 
 @dataclass(frozen=True)
-class SharedReads:
+class SharedPrefixReads:
     """Which rows read a shared prompt, in an order in which those of one block stand together.
 
     Attributes:
@@ -72,20 +72,20 @@ class SharedReads:
         absent: ``[B, 1, 1]`` fp32, -inf for rows that read none, else 0; None where all rows read one.
     """
 
-    blocks: list[tuple[Block, int, int]]
+    blocks: list[tuple[CacheBlock, int, int]]
     order: Tensor
     inverse: Tensor
     absent: Tensor | None
 
     @classmethod
-    def of(cls, running: Sequence[Response], device: torch.device) -> SharedReads | None:
-        readers: dict[Block, list[int]] = {}
+    def of(cls, running: Sequence[EngineRequest], device: torch.device) -> SharedPrefixReads | None:
+        readers: dict[CacheBlock, list[int]] = {}
         for row, response in enumerate(running):
             if response.prefix is not None:
                 readers.setdefault(response.prefix, []).append(row)
         if not readers:
             return None
-        blocks: list[tuple[Block, int, int]] = []
+        blocks: list[tuple[CacheBlock, int, int]] = []
         order: list[int] = []
         for block, rows in readers.items():
             blocks.append((block, len(order), len(order) + len(rows)))
@@ -129,13 +129,13 @@ class DecodeRows:
         self.places = torch.zeros_like(self.tokens)
         self.mask = torch.zeros(0, 0, device=device)
         self.row_ranges: list[RowRange] = []
-        self.shared: SharedReads | None = None
+        self.shared: SharedPrefixReads | None = None
         self.num_generated: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
         self.num_stored: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.sampling = SamplingRows.build((), vocab_size, device)
         self._slots = torch.arange(num_allocated, device=device)
 
-    def load(self, running: Sequence[Response], changed: Sequence[int], shape: tuple[int, int]) -> None:
+    def load(self, running: Sequence[EngineRequest], changed: Sequence[int], shape: tuple[int, int]) -> None:
         """Takes over the requests in row order.
 
         Args:
@@ -162,7 +162,7 @@ class DecodeRows:
         self.num_stored = np.array([r.num_stored for r in running], dtype=np.int64)
         self.sampling = SamplingRows.build([r.request.sampling for r in running], self.vocab_size, device)
         self.row_ranges = row_ranges([r.num_stored + 1 for r in running], round_up)
-        self.shared = SharedReads.of(running, device)
+        self.shared = SharedPrefixReads.of(running, device)
 
     @property
     def longest(self) -> int:

@@ -39,7 +39,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quartet.models.logprobs import Limits, Truncation, left_out, truncate
+from quartet.models.logprobs import SamplingLimits, Truncation, truncate_probs, truncation_mask
 from quartet.models.memory import to_device
 from quartet.rollout.protocol import SamplingParams
 
@@ -58,18 +58,18 @@ def sample_seed(run_seed: int, step: int, prompt_id: str | int, response_index: 
 
 
 def seed_keys(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Returns what ``uniforms`` takes, from seeds ``[B]``; computed once for all positions."""
+    """Returns what ``uniform_numbers`` takes, from seeds ``[B]``; computed once for all positions."""
     return _splitmix(seeds.copy())
 
 
-def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+def uniform_numbers(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Computes one number in [0, 1) per (key, position), both ``[B]``: splitmix64 over a mixed seed, 53 bits kept."""
     mixed = _splitmix(positions * _GOLDEN + keys)
     mixed >>= np.uint64(11)
     return mixed.astype(np.float64) * 2.0**-53
 
 
-def race_keys(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int32]:
+def noise_keys(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int32]:
     """Returns ``[B, 2]`` of each (key, position): what is added to the hashes of tokens, and what they are multiplied
     by."""
     mixed = _splitmix((positions * _GOLDEN + keys) ^ _RACE).view(np.int32).reshape(-1, 2)
@@ -92,7 +92,7 @@ def token_hashes(vocab_size: int, device: torch.device) -> Tensor:
     return torch.from_numpy(x.view(np.int32)).to(device)
 
 
-def race_numbers(hashes: Tensor, keys: Tensor, scratch: Tensor | None = None) -> Tensor:
+def noise_values(hashes: Tensor, keys: Tensor, scratch: Tensor | None = None) -> Tensor:
     """Computes one number in (0, 1] per row of ``keys [B, 2]`` and token: ``[B, V]`` fp32, precise where it is small.
 
     Two rounds of multiplication and shift in 32 bits. A shift of signed numbers copies the sign, which the exclusive or
@@ -161,7 +161,7 @@ class SamplingRows:
         temperature = [p.temperature or 1.0 for p in params]
         greedy = [i for i, p in enumerate(params) if p.greedy]
         scales = any(t != 1 for t in temperature)
-        truncating = {i: Limits(p.top_p, p.top_k, p.min_p) for i, p in enumerate(params) if p.truncates}
+        truncating = {i: SamplingLimits(p.top_p, p.top_k, p.min_p) for i, p in enumerate(params) if p.truncates}
         reported = {i: limits for i, limits in truncating.items() if params[i].truncated_logprobs}
         racing = [p.draw == "gumbel" for p in params]
         return cls(
@@ -198,7 +198,7 @@ def sample(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64]) ->
     if (reported := rows.reported) is not None:
         which = reported.rows
         scaled = logits[which] if rows.temperature is None else logits[which] / rows.temperature[which]
-        kept = scaled.masked_fill(left_out(scaled, tokens[which].squeeze(1), reported), -torch.inf)
+        kept = scaled.masked_fill(truncation_mask(scaled, tokens[which].squeeze(1), reported), -torch.inf)
         found = kept.gather(1, tokens[which]) - kept.logsumexp(-1, keepdim=True)
         logprobs[which] = found + (logprobs[which] - logprobs[which])
     return tokens.squeeze(1), logprobs.squeeze(1)
@@ -281,11 +281,11 @@ def _block_sums(weights: Tensor) -> Tensor:
 def _pick(logits: Tensor, rows: SamplingRows, sums: _Sums, positions: NDArray[np.uint64], num: int = 1) -> Tensor:
     """Picks ``[B, num]`` tokens."""
     if rows.all_greedy:
-        return largest(logits, num)
+        return top_indices(logits, num)
     truncation, kept = rows.truncation, None
     if truncation is not None:
         scale = None if rows.temperature is None else rows.temperature[truncation.rows]
-        kept = truncate(_weights(logits[truncation.rows], scale, sums.shift[truncation.rows]), truncation)
+        kept = truncate_probs(_weights(logits[truncation.rows], scale, sums.shift[truncation.rows]), truncation)
     if rows.racing is None:
         tokens = _invert(logits, rows, sums, kept, positions)
     elif rows.all_racing:
@@ -294,7 +294,7 @@ def _pick(logits: Tensor, rows: SamplingRows, sums: _Sums, positions: NDArray[np
         one, other = _race(logits, rows, sums, kept, positions), _invert(logits, rows, sums, kept, positions)
         tokens = torch.where(rows.racing, one, other)
     if len(rows.greedy):
-        tokens[rows.greedy] = largest(logits[rows.greedy], num)
+        tokens[rows.greedy] = top_indices(logits[rows.greedy], num)
     return tokens
 
 
@@ -303,7 +303,7 @@ def _race(
 ) -> Tensor:
     """Returns the tokens of the largest sums of scaled logit and Gumbel noise, ``[B, num]``, some rows at a time."""
     num_rows, vocab_size = logits.shape
-    keys = to_device(torch.from_numpy(race_keys(rows.keys, positions)), logits.device)
+    keys = to_device(torch.from_numpy(noise_keys(rows.keys, positions)), logits.device)
     hashes = token_hashes(vocab_size, logits.device)
     whole: Tensor | None = None
     if kept is not None and rows.truncation is not None:
@@ -322,8 +322,8 @@ def _race(
         elif whole is not None:
             weights = whole[part]
         # A number that wins is small, and 1 less it would be rounded.
-        times = race_numbers(hashes, keys[part], scratch[:, :size]).neg_().log1p_().neg_()
-        tokens.append(largest(torch.div(weights, times, out=times), num))
+        times = noise_values(hashes, keys[part], scratch[:, :size]).neg_().log1p_().neg_()
+        tokens.append(top_indices(torch.div(weights, times, out=times), num))
     return torch.cat(tokens)
 
 
@@ -335,7 +335,7 @@ def _invert(
     Args:
         kept: weights of the rows that truncate.
     """
-    uniform = to_device(torch.from_numpy(uniforms(rows.keys, positions)), logits.device).unsqueeze(1)
+    uniform = to_device(torch.from_numpy(uniform_numbers(rows.keys, positions)), logits.device).unsqueeze(1)
     blocks, truncation, vocab_size = sums.blocks, rows.truncation, logits.shape[1]
     if truncation is not None and kept is not None:
         blocks = blocks.index_copy(0, truncation.rows, _block_sums(kept))
@@ -368,12 +368,12 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
 
 
-def largest(logits: Tensor, num: int) -> Tensor:
+def top_indices(logits: Tensor, num: int) -> Tensor:
     """Returns the places of the largest, falling: ``[B, V] → [B, num]``."""
-    return argmax(logits) if num == 1 else logits.topk(num).indices
+    return first_argmax(logits) if num == 1 else logits.topk(num).indices
 
 
-def argmax(logits: Tensor) -> Tensor:
+def first_argmax(logits: Tensor) -> Tensor:
     """Returns the place of the first of the largest, ``[B, V] → [B, 1]``: the first block of the largest maximum, then
     inside it."""
     num_blocks, rest = divmod(logits.shape[1], _BLOCK)

@@ -21,9 +21,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from quartet.config import UserError
-from quartet.rollout.drafter import NO_DRAFT, DraftTree, chain
-from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, Block, PrefixCache
-from quartet.rollout.protocol import FinishReason, Request, Unfinished, check_ids
+from quartet.rollout.drafter import NO_DRAFT, DraftTree, chain_tree
+from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, CacheBlock, PrefixCache
+from quartet.rollout.protocol import FinishReason, Request, UnfinishedRequest, check_request_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,11 +98,11 @@ class RequestGroup:
     prompt: tuple[int, ...]
     num_members: int = 0
     num_waiting: int = 0
-    block: Block | None = None
+    block: CacheBlock | None = None
 
 
 @dataclass(eq=False)
-class Decoding(Unfinished):
+class DecodingRequest(UnfinishedRequest):
     """A request whose tokens come one by one.
 
     Attributes:
@@ -130,7 +130,7 @@ class Decoding(Unfinished):
 
 
 @dataclass(eq=False)
-class Response(Decoding):
+class EngineRequest(DecodingRequest):
     """One request as the native engine holds it.
 
     Attributes:
@@ -146,8 +146,8 @@ class Response(Decoding):
     group: RequestGroup
     order: int
     row: int = -1
-    block: Block | None = None
-    prefix: Block | None = None
+    block: CacheBlock | None = None
+    prefix: CacheBlock | None = None
     draft: tuple[int, ...] = ()
     tree: DraftTree = NO_DRAFT
     hidden: Tensor | None = None
@@ -164,7 +164,7 @@ class Response(Decoding):
 
     def propose(self, tokens: Sequence[int], tree: DraftTree | None = None) -> None:
         """Proposes tokens that might follow the newest one: one behind the other, or as ``tree`` has it."""
-        self.draft, self.tree = tuple(tokens), chain(len(tokens)) if tree is None else tree
+        self.draft, self.tree = tuple(tokens), chain_tree(len(tokens)) if tree is None else tree
 
     def held(self, at: int, token: float) -> int | None:
         """Returns the node behind ``at`` (0 the newest token, ``1 + node``) that proposed ``token``."""
@@ -205,7 +205,7 @@ class RowChanges:
     """
 
     moves: tuple[tuple[int, int, int], ...]
-    placed: tuple[Response, ...]
+    placed: tuple[EngineRequest, ...]
     changed: tuple[int, ...]
 
 
@@ -238,34 +238,34 @@ class Scheduler:
         self._shares_prefixes = shares_prefixes
         self._round_up = round_up
         self.prefixes = PrefixCache()
-        self.waiting: deque[Response] = deque()
-        self.arrivals: list[Response] = []
+        self.waiting: deque[EngineRequest] = deque()
+        self.arrivals: list[EngineRequest] = []
         self.groups: dict[str, RequestGroup] = {}
-        self.held: dict[str, Response] = {}
-        self._rows: list[Response | None] = []
+        self.held: dict[str, EngineRequest] = {}
+        self._rows: list[EngineRequest | None] = []
         self._gaps = False
         self._num_submitted = 0
 
     @property
-    def rows(self) -> list[Response]:
+    def rows(self) -> list[EngineRequest]:
         """Requests in row order; index equals row after ``place_rows``."""
         return [response for response in self._rows if response is not None]
 
     @property
-    def running(self) -> list[Response]:
+    def running(self) -> list[EngineRequest]:
         return [*self.rows, *self.arrivals]
 
     @property
     def num_running(self) -> int:
         return len(self.held) - len(self.waiting)
 
-    def wanted_blocks(self) -> set[Block]:
+    def wanted_blocks(self) -> set[CacheBlock]:
         """Returns the prompts of groups that have members waiting."""
         return {g.block for g in self.groups.values() if g.num_waiting and g.block is not None}
 
     def check(self, requests: Sequence[Request], max_tokens: Callable[[Request], int]) -> None:
         """Raises UserError where ``requests``, of so many new tokens, cannot be added to what is held."""
-        check_ids(requests, self.held)
+        check_request_ids(requests, self.held)
         prompts: dict[str, tuple[int, ...]] = {}
         for request in requests:
             self._check_fits(request, max_tokens(request))
@@ -297,12 +297,12 @@ class Scheduler:
         group = self.groups.setdefault(request.group, RequestGroup(request.prompt_ids))
         group.num_members += 1
         group.num_waiting += 1
-        response = Response(request, max_tokens, group, self._num_submitted, matcher=matcher)
+        response = EngineRequest(request, max_tokens, group, self._num_submitted, matcher=matcher)
         self._num_submitted += 1
         self.held[request.request_id] = response
         self.waiting.append(response)
 
-    def admit(self, responses: Sequence[Response]) -> None:
+    def admit(self, responses: Sequence[EngineRequest]) -> None:
         """Takes ``responses``, the first of the queue, out of it; they get rows from the next ``place_rows``."""
         for response in responses:
             first = self.waiting.popleft()
@@ -315,7 +315,7 @@ class Scheduler:
         if not (self._gaps or self.arrivals):
             return RowChanges((), (), ())
         moves, changed = [], []
-        for response, row in close_gaps(self._rows, self.arrivals, lambda r: r.num_stored):
+        for response, row in compact_rows(self._rows, self.arrivals, lambda r: r.num_stored):
             if response.row >= 0:
                 moves.append((response.row, row, response.num_stored))
             response.row = row
@@ -324,7 +324,7 @@ class Scheduler:
         self._gaps = False
         return RowChanges(tuple(moves), placed, tuple(changed))
 
-    def retire(self, responses: Iterable[Response]) -> None:
+    def retire(self, responses: Iterable[EngineRequest]) -> None:
         """Takes responses out, running or waiting, and off their blocks; their rows are free from the next
         ``place_rows`` on."""
         gone: set[int] = set()
@@ -365,20 +365,20 @@ class Scheduler:
 
     # What a step computes --------------------------------------------------------------------------------
 
-    def slot_tokens(self, response: Response) -> int:
+    def slot_tokens(self, response: EngineRequest) -> int:
         """Returns how many places ``response`` may come to need in its slot."""
         first = response.prefix or (response.block and response.block.chain[0])
         copied = 0 if first is not None and first.shared else len(response.request.prompt_ids)
         return self._round_up(copied + response.max_tokens)
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> PrefillPlan:
         """Goes through the queue until rows, this step's tokens or the cache are used up.
 
         Blocks of planned requests are taken into the cache; nothing else changes.
         """
-        plan = StepPlan()
+        plan = PrefillPlan()
         budget = self.max_prefill_tokens
-        planned: dict[Block, int] = {}
+        planned: dict[CacheBlock, int] = {}
         room = self.max_running - self.num_running
         for response in islice(self.waiting, room):
             if response.block is None and not self._claim(response, plan):
@@ -396,21 +396,21 @@ class Scheduler:
             plan.admitted.append(response)
         return plan
 
-    def _claim(self, response: Response, plan: StepPlan) -> bool:
+    def _claim(self, response: EngineRequest, plan: PrefillPlan) -> bool:
         """Gives ``response`` its block, new or found; False where the cache has no room for what it needs."""
         request = response.request
         prompt_ids = request.prompt_ids
         again = bool(response.token_ids)
         prompt = self.prefixes.find(prompt_ids)
         if prompt is None:
-            prompt = Block(prompt_ids, again=again)
+            prompt = CacheBlock(prompt_ids, again=again)
         # A block that others copied may still be read in place by those who come now.
         prompt.shared = prompt.shared or self._is_shared(response)
         block = prompt
         if again:
             parent = prompt if prompt.shared else None
             tokens = tuple(response.token_ids) if prompt.shared else (*prompt_ids, *response.token_ids)
-            block = Block(tokens, parent, reusable=False, again=True)
+            block = CacheBlock(tokens, parent, reusable=False, again=True)
         response.block, response.group.block = block, prompt
         self.prefixes.hold(block)
         if not self._fits(response, plan):
@@ -419,12 +419,12 @@ class Scheduler:
             return False
         return True
 
-    def _is_shared(self, response: Response) -> bool:
+    def _is_shared(self, response: EngineRequest) -> bool:
         """Tells whether a prompt is read in place, as one is that many would store over again."""
         repeated = (response.group.num_members - 1) * len(response.request.prompt_ids)
         return self._shares_prefixes and repeated >= MIN_SHARED_TOKENS
 
-    def _fits(self, response: Response, plan: StepPlan) -> bool:
+    def _fits(self, response: EngineRequest, plan: PrefillPlan) -> bool:
         """Tells whether slots for all and the blocks held have room; idle prompts are evicted for it."""
         if self.cache_tokens is None:
             return True
@@ -434,7 +434,7 @@ class Scheduler:
         return self.prefixes.evict(excess, self.wanted_blocks)
 
 
-def close_gaps(rows: list[R | None], arrivals: Sequence[R], length: Callable[[R], int]) -> list[tuple[R, int]]:
+def compact_rows(rows: list[R | None], arrivals: Sequence[R], length: Callable[[R], int]) -> list[tuple[R, int]]:
     """Fills the gaps of ``rows`` so that every gap gets a request which belongs in its band by length.
 
     Bands hold requests by falling length. A request from another band that comes to a gap leaves one behind, which is
@@ -514,7 +514,7 @@ def check_request(request: Request, *, context: int | None, vocab_size: int, dec
 class PrefillChunk:
     """Tokens ``start`` to ``end`` of ``block`` are computed in this step."""
 
-    block: Block
+    block: CacheBlock
     start: int
     end: int
 
@@ -528,8 +528,8 @@ class PrefillChunk:
 
 
 @dataclass
-class StepPlan:
+class PrefillPlan:
     """What to fill, parents first, and the requests that then have all they need."""
 
     prefills: list[PrefillChunk] = field(default_factory=list)
-    admitted: list[Response] = field(default_factory=list)
+    admitted: list[EngineRequest] = field(default_factory=list)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.shared_memory import Segment, layout
-from quartet.weights.sink import Status, TensorSink
+from quartet.weights.shared_memory import SharedSegment, memory_layout
+from quartet.weights.sink import SinkStatus, TensorSink
 
 Load = Callable[[int], None]
 """Has an engine take over the version that is staged; its own failure is the engine's to remember."""
@@ -43,7 +43,7 @@ class StagedHandle:
         Raises:
             WeightSyncError: the process that staged them is gone, or out of reach.
         """
-        yield from Segment.open(self.path, self.num_bytes).tensors(self.specs).items()
+        yield from SharedSegment.open(self.path, self.num_bytes).tensors(self.specs).items()
 
 
 class StagedWeights:
@@ -64,7 +64,7 @@ class StagedWeights:
         for name, tensor in kept:
             names[name] = first.setdefault(id(tensor), TensorSpec.of(name, tensor, dtype)).name
         specs = tuple(first.values())
-        self._segment = Segment.create(layout(specs)[1])
+        self._segment = SharedSegment.create(memory_layout(specs)[1])
         ties = tuple((name, own) for name, own in names.items() if name != own)
         self.handle = StagedHandle(self._segment.path, self._segment.num_bytes, specs, ties)
         tensors = self._segment.tensors(specs)
@@ -77,7 +77,7 @@ class StagedWeights:
     @property
     def version(self) -> int | None:
         """The version of what is staged; None where that is nothing, or not whole."""
-        return self._sink.version if self._sink.status is Status.READY else None
+        return self._sink.version if self._sink.status is SinkStatus.READY else None
 
     def attach(self, load: Load) -> None:
         """Has ``load`` called with the version of every commit, beside those of other engines, until ``detach``."""

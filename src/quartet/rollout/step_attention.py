@@ -2,8 +2,8 @@
 
 New tokens of running requests attend to their slots and their shared prompts: ``DecodeAttention`` takes one token of
 each row by the quickest kernels of a CPU, ``SpanAttention`` any number by plain operations that every device has. Where
-a row reads two places, each gives a partial output and its log-sum-exp, and ``join`` puts them together.
-``PrefillAttention`` is that of blocks being filled.
+a row reads two places, each gives a partial output and its log-sum-exp, and ``merge_attention_states`` puts them
+together. ``PrefillAttention`` is that of blocks being filled.
 
 Under ``numerics: exact`` every slot and block holds its sequence from position 0 on, so keys stand where they stand in
 a training pack, and a query's output is that of ``quartet.models.exact`` whatever else the step computes.
@@ -23,7 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
-from quartet.models.attention import AttentionContext, AttentionParams, PackedAttention, masked_attention, visible
+from quartet.models.attention import (
+    AttentionContext,
+    AttentionParams,
+    PackedAttention,
+    masked_attention,
+    visibility_mask,
+)
 from quartet.models.exact import (
     CALL_ROWS,
     MIN_ROWS,
@@ -32,18 +38,18 @@ from quartet.models.exact import (
     additive_mask,
     decode_attention,
     exact_masked_attention,
-    key_length,
+    padded_key_length,
     padded_rows,
 )
 from quartet.rollout.drafter import DraftTree
-from quartet.rollout.prefix_cache import Block, KVCache, round_up
-from quartet.rollout.rows import SPARE_ROWS, DecodeRows, DraftRows, RowRange, SharedReads
+from quartet.rollout.prefix_cache import CacheBlock, KVCache, round_up
+from quartet.rollout.rows import SPARE_ROWS, DecodeRows, DraftRows, RowRange, SharedPrefixReads
 from quartet.rollout.scheduler import PrefillChunk
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def has_kernel(q: Tensor, v: Tensor, rule: AttentionParams) -> bool:
+def kernel_supports(q: Tensor, v: Tensor, rule: AttentionParams) -> bool:
     """Tells whether the fused kernel of the CPU can express the layer."""
     return rule.softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
@@ -63,7 +69,7 @@ def partial_attention(
     Args:
         mask: additive, fp32, broadcasts to ``[b, Hk, r, K]``. With the window already in it.
     """
-    if has_kernel(q, v, rule):
+    if kernel_supports(q, v, rule):
         out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=rule.scaling)
         return out, lse
     return _by_formula(q, k, v, mask, rule)
@@ -94,7 +100,7 @@ def plain_attention(
         return _by_formula(q.to(dtype), k.to(dtype), v.to(dtype), mask, rule)
 
 
-def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+def merge_attention_states(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
     """Joins two partial outputs to one: ``[..., D]`` with log-sum-exps ``[...]``; -inf contributes nothing."""
     dtype = torch.promote_types(out.dtype, torch.float32)
     # In fp64, because how fp32 exponentials round depends on how many there are.
@@ -165,7 +171,7 @@ class DecodeAttention:
         """Begins a step, once the rows are as they are to be decoded."""
         self._places: dict[int, Tensor] = {}
         self._mask_pieces: dict[int, list[Tensor]] = {}
-        self._shared_masks: dict[tuple[Block, int], Tensor] = {}
+        self._shared_masks: dict[tuple[CacheBlock, int], Tensor] = {}
         layout = (self.rows.version, tuple(self.places_read(r.longest) for r in self.rows.row_ranges))
         if layout != self._layout:
             self._layout = layout
@@ -183,7 +189,7 @@ class DecodeAttention:
         else:
             out, lse = self._by_kernel(layer, folded, rule)
         if rows.shared is not None and lse is not None:
-            out = join(out, lse, *self._read_shared(layer, folded, rows.shared, rule))
+            out = merge_attention_states(out, lse, *self._read_shared(layer, folded, rows.shared, rule))
         return out.reshape(num_rows, num_heads, size_v).transpose(0, 1).unsqueeze(0)
 
     # ---- the slots ----
@@ -286,19 +292,22 @@ class DecodeAttention:
 
     # ---- shared prompts ----
 
-    def _read_shared(self, layer: int, q: Tensor, shared: SharedReads, rule: AttentionParams) -> tuple[Tensor, Tensor]:
-        """Attends as ``read_shared`` does. The query rows of a call are a multiple of 16, by rows of other blocks,
-        because the bits of fewer would depend on how many they are."""
+    def _read_shared(
+        self, layer: int, q: Tensor, shared: SharedPrefixReads, rule: AttentionParams
+    ) -> tuple[Tensor, Tensor]:
+        """Attends as ``attend_shared_blocks`` does. The query rows of a call are a multiple of 16, by rows of other
+        blocks, because the bits of fewer would depend on how many they are.
+        """
 
-        def attend(q: Tensor, block: Block, first: int) -> tuple[Tensor, Tensor]:
+        def attend(q: Tensor, block: CacheBlock, first: int) -> tuple[Tensor, Tensor]:
             mask = self._shared_mask(block, shared, first, rule.window, share, q.shape[2])
             return kernel_attention(q, block.keys[layer].unsqueeze(0), block.values[layer].unsqueeze(0), mask, rule)
 
         share = q.shape[2]
-        return read_shared(q, shared, attend, SPARE_ROWS)
+        return attend_shared_blocks(q, shared, attend, SPARE_ROWS)
 
     def _shared_mask(
-        self, block: Block, shared: SharedReads, first: int, window: int | None, share: int, computed: int
+        self, block: CacheBlock, shared: SharedPrefixReads, first: int, window: int | None, share: int, computed: int
     ) -> Tensor | None:
         """Returns the additive mask ``[computed, P]``; None where the window reaches over the whole block."""
         if window is None or window >= len(block) + self.rows.longest:
@@ -335,7 +344,7 @@ class SpanAttention:
         read = slice(0, num_rows), slice(None), slice(0, self._num_keys)
         out, lse = span_attention(queries, keys[read], values[read], self._slot_mask(rule.window, share), rule)
         if self.rows.shared is not None:
-            out = join(out, lse, *self._read_shared(layer, queries, self.rows.shared, rule))
+            out = merge_attention_states(out, lse, *self._read_shared(layer, queries, self.rows.shared, rule))
         by_token = out.unflatten(2, (share, most)).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
         return by_token[self.spans.back].transpose(0, 1).unsqueeze(0).to(v.dtype)
 
@@ -359,11 +368,11 @@ class SpanAttention:
         return mask
 
     def _read_shared(
-        self, layer: int, queries: Tensor, shared: SharedReads, rule: AttentionParams
+        self, layer: int, queries: Tensor, shared: SharedPrefixReads, rule: AttentionParams
     ) -> tuple[Tensor, Tensor]:
         share = queries.shape[2] // self.spans.grid.shape[1]
 
-        def attend(q: Tensor, block: Block, first: int) -> tuple[Tensor, Tensor]:
+        def attend(q: Tensor, block: CacheBlock, first: int) -> tuple[Tensor, Tensor]:
             mask = None
             if rule.window is not None:
                 rows = shared.order[first : first + q.shape[2] // queries.shape[2]]
@@ -372,13 +381,13 @@ class SpanAttention:
                 mask = _additive(far).repeat(1, share, 1).flatten(0, 1)
             return span_attention(q, block.keys[layer].unsqueeze(0), block.values[layer].unsqueeze(0), mask, rule)
 
-        return read_shared(queries, shared, attend)
+        return attend_shared_blocks(queries, shared, attend)
 
 
-def read_shared(
+def attend_shared_blocks(
     queries: Tensor,
-    shared: SharedReads,
-    attend: Callable[[Tensor, Block, int], tuple[Tensor, Tensor]],
+    shared: SharedPrefixReads,
+    attend: Callable[[Tensor, CacheBlock, int], tuple[Tensor, Tensor]],
     multiple: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Attends to shared blocks: ``queries [B, Hk, r, D]`` → each row's part of the block it reads, with log-sum-exps
@@ -408,7 +417,7 @@ def span_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """Attends as ``kernel_attention`` does, in fp32 at least."""
-    if q.dtype == torch.float32 and has_kernel(q, v, rule):
+    if q.dtype == torch.float32 and kernel_supports(q, v, rule):
         return kernel_attention(q, k, v, mask, rule)
     return plain_attention(q, k, v, mask, rule)
 
@@ -428,7 +437,7 @@ def _additive(hidden: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
-class Contexts:
+class AttentionBackend:
     """How an engine attends, here by the quickest kernels that a CPU has. Subclasses are exact, or run on every device.
 
     Args:
@@ -467,7 +476,7 @@ class Contexts:
         return PrefillAttention(prefills)
 
 
-class PlainContexts(Contexts):
+class PlainAttentionBackend(AttentionBackend):
     """Operations that every device has: right there, not fast."""
 
     def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
@@ -506,7 +515,7 @@ class PrefillAttention:
 
     def __init__(self, prefills: Sequence[PrefillChunk]) -> None:
         self.prefills = prefills
-        self._behind = [prefill for prefill in prefills if not begins(prefill)]
+        self._behind = [prefill for prefill in prefills if not starts_sequence(prefill)]
         lengths = [prefill.end for prefill in prefills[: len(prefills) - len(self._behind)]]
         self._num_whole = sum(lengths)
         self._whole = self._whole_sequences(lengths) if lengths else None
@@ -536,32 +545,32 @@ class PrefillAttention:
         self, layer: int, prefill: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams
     ) -> Tensor:
         """Returns the attention ``[1, H, t, D]`` of tokens that follow others."""
-        before = stored_before(layer, prefill)
+        before = cached_keys_values(layer, prefill)
         last = prefill.block.start + prefill.end
         cut = rule.window is not None and rule.window < last
-        if not cut and has_kernel(q, v, rule):
+        if not cut and kernel_supports(q, v, rule):
             out, lse = causal_attention(q, k, v, rule.scaling)
             for keys, values in before:
                 part, part_lse = partial_attention(q, keys, values, None, rule)
-                out, lse = join(out, lse, part, part_lse), torch.logaddexp(lse, part_lse)
+                out, lse = merge_attention_states(out, lse, part, part_lse), torch.logaddexp(lse, part_lse)
             return out
         keys = torch.cat([*(keys for keys, _ in before), k], 2)
         values = torch.cat([*(values for _, values in before), v], 2)
         positions = torch.arange(last, device=q.device)
         return masked_attention(
-            q, keys, values, visible(positions[prefill.block.start + prefill.start :], positions, rule), rule
+            q, keys, values, visibility_mask(positions[prefill.block.start + prefill.start :], positions, rule), rule
         )
 
 
-def begins(prefill: PrefillChunk) -> bool:
+def starts_sequence(prefill: PrefillChunk) -> bool:
     """Tells whether nothing stands before the tokens of ``prefill``."""
     return prefill.start == 0 and prefill.block.parent is None
 
 
-def stored_before(layer: int, prefill: PrefillChunk) -> list[tuple[Tensor, Tensor]]:
+def cached_keys_values(layer: int, prefill: PrefillChunk) -> list[tuple[Tensor, Tensor]]:
     """Returns keys and values ``[1, Hk, *, D]`` of what stands before ``prefill``, in order."""
     found = []
-    block: Block | None = prefill.block
+    block: CacheBlock | None = prefill.block
     end = prefill.start
     while block is not None:
         if end:
@@ -571,10 +580,10 @@ def stored_before(layer: int, prefill: PrefillChunk) -> list[tuple[Tensor, Tenso
     return found[::-1]
 
 
-class ExactContexts(Contexts):
+class ExactAttentionBackend(AttentionBackend):
     """
     Args:
-        row_step: of which number the rows of a step must be a multiple (``quartet.models.exact.row_step``).
+        row_step: of which number the rows of a step must be a multiple (``quartet.models.exact.row_multiple``).
     """
 
     def __init__(self, row_step: int) -> None:
@@ -585,7 +594,7 @@ class ExactContexts(Contexts):
         return padded_rows(num_rows, self._row_step)
 
     def slot_length(self, num_tokens: int) -> int:
-        return key_length(num_tokens)
+        return padded_key_length(num_tokens)
 
     def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
         if spans is not None:
@@ -600,7 +609,7 @@ class ExactDecodeAttention(DecodeAttention):
     """One token of each row against its slot."""
 
     def places_read(self, num_tokens: int) -> int:
-        return key_length(num_tokens)
+        return padded_key_length(num_tokens)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         keys, values = map(self._cut, self._stored(layer, k, v))
@@ -658,7 +667,7 @@ def _following(q: Tensor, keys: Tensor, values: Tensor, start: int, rule: Attent
     for offset in range(0, q.shape[2], CALL_ROWS):
         rows = q[:, :, offset : offset + CALL_ROWS]
         stop = start + offset + rows.shape[2]
-        num_keys, missing = key_length(stop), -rows.shape[2] % VECTOR
+        num_keys, missing = padded_key_length(stop), -rows.shape[2] % VECTOR
         k, v = (F.pad(stored[None, :, :stop], (0, 0, 0, num_keys - stop)) for stored in (keys, values))
         mask = additive_mask(torch.arange(start + offset, stop + missing), num_keys, rule, q.dtype)[None, None]
         out = exact_masked_attention(F.pad(rows, (0, 0, 0, missing)), k, v, mask, rule)

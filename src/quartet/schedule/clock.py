@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from quartet.observe.global_state import EXCLUSIVE
-from quartet.observe.process import end_pool
+from quartet.observe.process import end_thread_pool
 
 T = TypeVar("T")
 
@@ -42,12 +42,12 @@ class Condition:
                 waiting.set_result(None)
 
 
-def now() -> float:
+def loop_time() -> float:
     """Returns the seconds on the running loop's clock, real or virtual; only differences mean something."""
     return asyncio.get_running_loop().time()
 
 
-async def shielded(work: Awaitable[T], on_cancel: Callable[[], object] | None = None) -> T:
+async def await_uncancelled(work: Awaitable[T], on_cancel: Callable[[], object] | None = None) -> T:
     """Awaits work that goes on elsewhere; a caller that is cancelled meanwhile is held until it has really ended.
 
     A lease given back earlier would let another role in beside it. `on_cancel` is called when that happens.
@@ -66,7 +66,7 @@ async def shielded(work: Awaitable[T], on_cancel: Callable[[], object] | None = 
     return task.result()
 
 
-async def all_ended(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Returns the results of ``works`` in order; the first failure is raised when all have ended. One alone is simply
     awaited."""
     if len(works) == 1:
@@ -99,14 +99,14 @@ class ComputeThread:
     async def run(self, work: Callable[[], T]) -> T:
         """Runs ``work`` in the thread, and returns or raises what it does. Who is cancelled meanwhile is held until it
         has ended."""
-        end_pool()  # of what the calling thread has computed itself, or user code in it
+        end_thread_pool()  # of what the calling thread has computed itself, or user code in it
         if self._thread is None:
             # A daemon: a program that is stopped at once does not wait for a call that takes minutes.
             self._thread = threading.Thread(target=self._work, name="quartet-compute", daemon=True)
             self._thread.start()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._jobs.put((work, done))
-        return await shielded(done)
+        return await await_uncancelled(done)
 
     def close(self) -> None:
         """Ends the thread when its last call has ended; the next ``run`` starts another."""

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
-from quartet.observe.health import repetition
+from quartet.observe.health import measure_repetition
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.clock import Condition, shielded
+from quartet.schedule.clock import Condition, await_uncancelled
 
 NO_VERSION = -1
 """In ``policy_version`` of tokens that no weights of this run have sampled: prompts, observations."""
@@ -44,7 +44,7 @@ GREEDY = "greedy"
 TEXT_END = "text_end"
 """Sequence field: characters of the last action's text before its stop string, -1 where there is none."""
 REPETITION = "repetition"
-"""Object of each sequence: how far its actions repeat themselves (``quartet.observe.health.repetition``)."""
+"""Object of each sequence: how far its actions repeat themselves (``quartet.observe.health.measure_repetition``)."""
 STATE = "state"
 """Object of each sequence: what its last action answers, as text or messages; None for the data set's prompt."""
 
@@ -65,7 +65,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """All trajectories of one prompt.
 
     Args:
@@ -81,7 +81,7 @@ class Group:
     batch: RaggedBatch
 
     @classmethod
-    def of(cls, index: int, prompt: Any, made: RaggedBatch) -> Group:
+    def of(cls, index: int, prompt: Any, made: RaggedBatch) -> PromptGroup:
         """Makes the group of a batch that ``group_batch`` has made."""
         batch, states = made.pop(STATE)
         items = [prompt if state is None else replace(prompt, prompt=state) for state in states]
@@ -93,7 +93,7 @@ class Group:
         return batch.with_objects(**{STATE: [None if item is self.prompt else item.prompt for item in items]})
 
 
-def chunk_of(step: int, index: int, groups: Sequence[Group]) -> Chunk:
+def make_chunk(step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk:
     return Chunk(step, index, RaggedBatch.concat([group.batch for group in groups]))
 
 
@@ -105,12 +105,12 @@ def group_members(batch: RaggedBatch) -> dict[int, list[int]]:
     return members
 
 
-def by_group(batch: RaggedBatch) -> dict[int, RaggedBatch]:
+def split_by_group(batch: RaggedBatch) -> dict[int, RaggedBatch]:
     """Returns the batch of each group, by its index; of groups that were joined, as each was before."""
     return {group: batch.select(picked, keep_order=True) for group, picked in group_members(batch).items()}
 
 
-def without_texts(batch: RaggedBatch) -> RaggedBatch:
+def drop_texts(batch: RaggedBatch) -> RaggedBatch:
     """Returns scored batches without texts: of their objects those that are none, and the prompts' names as
     ``prompt_id``."""
     names = [item.prompt_id for item in batch.objects["prompt"]]
@@ -128,7 +128,7 @@ def staleness_metrics(batch: RaggedBatch, step: int) -> dict[str, float]:
 # The batch of a group -----------------------------------------------------------------------------------
 
 
-def answered(prompt_ids: Sequence[int], completion: Completion, text: str) -> Trajectory:
+def single_turn_trajectory(prompt_ids: Sequence[int], completion: Completion, text: str) -> Trajectory:
     """Makes a trajectory of one turn; ``text`` of the completion."""
     sequence = TrajectorySequence(
         prompt_ids=tuple(prompt_ids),
@@ -151,7 +151,7 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
     sampled the token, -1 where none have) and the sequences' own ``columns`` (0 elsewhere); sequence fields ``group``
     (place in the stream), ``response`` (the trajectory in its group), ``ended`` (the trajectory's last action ended by
     itself), ``version`` (the first token's, the oldest), ``text_end``; objects ``state``, ``completion`` (text of the
-    last action), ``finish_reason`` and ``repetition``.
+    last action), ``finish_reason`` and ``measure_repetition``.
 
     Trajectories of an environment have ``observation_mask`` (bool ``[T]``: tokens of a leaf that the policy only read),
     ``part`` (the sequence in its trajectory), ``num_turns`` and ``reward/<source>`` (on the last sequence, NaN on the
@@ -215,7 +215,7 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
 
 def _repetition(sequence: TrajectorySequence) -> tuple[float, int]:
     acted = zip(sequence.token_ids, sequence.action_mask, strict=True)
-    return repetition([token for token, is_action in acted if is_action])
+    return measure_repetition([token for token, is_action in acted if is_action])
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class AdmissionRule:
 class BufferedGroups:
     """What has been produced beyond the last whole step: accepted groups by index, and the indices rejected."""
 
-    groups: Mapping[int, Group] = field(default_factory=dict)
+    groups: Mapping[int, PromptGroup] = field(default_factory=dict)
     rejected: tuple[int, ...] = ()
 
 
@@ -254,18 +254,20 @@ class GroupStream:
     use it as `async with GroupStream(...) as stream`, or call `close()`.
     """
 
-    produce: Callable[[int], Awaitable[Group]]
+    produce: Callable[[int], Awaitable[PromptGroup]]
     rule: AdmissionRule
     _: KW_ONLY
     chunk_size: int
-    accept: Callable[[Group], bool] | None = None
+    accept: Callable[[PromptGroup], bool] | None = None
     max_attempts: int | None = None
     shortage: Callable[[int, int, int, int], Exception] = RuntimeError
 
     def __post_init__(self) -> None:
-        self._running: dict[int, asyncio.Task[Group | None]] = {}
-        self._decided: dict[int, Group | None] = {}  # produced, but not yet passed by the cursor; None where rejected
-        self._passed: dict[int, Group | None] = {}  # passed by it since the last whole step
+        self._running: dict[int, asyncio.Task[PromptGroup | None]] = {}
+        self._decided: dict[
+            int, PromptGroup | None
+        ] = {}  # produced, but not yet passed by the cursor; None where rejected
+        self._passed: dict[int, PromptGroup | None] = {}  # passed by it since the last whole step
         self._cursor = 0  # every index below it is consumed or rejected
         self._next_launch = 0
         self._consumed = 0
@@ -287,7 +289,7 @@ class GroupStream:
         """Groups accepted since the start of the run, those not consumed yet included."""
         return self._consumed + self._num_waiting
 
-    async def chunks(self, step: int) -> AsyncIterator[list[Group]]:
+    async def chunks(self, step: int) -> AsyncIterator[list[PromptGroup]]:
         """Yields the next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
 
         The last chunk is smaller where `chunk_size` does not divide the step. `step` counts from 0 and only
@@ -296,7 +298,7 @@ class GroupStream:
         """
         self._begin(step)
         first_index, size = self._cursor, self.rule.prompts_per_step
-        chunk: list[Group] = []
+        chunk: list[PromptGroup] = []
         for taken in range(1, size + 1):
             chunk.append(await self._take(step, first_index, taken))
             if taken == size:  # before the last yield: a consumer need not come back after it
@@ -306,14 +308,14 @@ class GroupStream:
                 full, chunk = chunk, []
                 yield full
 
-    def buffered_chunks(self) -> Iterator[tuple[int, int, list[Group]]]:
+    def buffered_chunks(self) -> Iterator[tuple[int, int, list[PromptGroup]]]:
         """Yields chunks of steps that have not begun whose groups are all there: (step, place in the step, groups), in
         order.
 
         They are what `chunks` will give.
         """
         size, place = self.rule.prompts_per_step, self._consumed
-        chunk: list[Group] = []
+        chunk: list[PromptGroup] = []
         index = self._cursor
         while index in self._decided:
             group = self._decided[index]
@@ -374,7 +376,7 @@ class GroupStream:
             task.cancel()
         try:
             if self._running:  # a worker may still be at it: leave only when none is
-                await shielded(asyncio.wait([*self._running.values()]))
+                await await_uncancelled(asyncio.wait([*self._running.values()]))
         finally:
             self._changed.notify_all()
 
@@ -391,7 +393,7 @@ class GroupStream:
         if self._failure is None:
             self._launch()
 
-    async def _take(self, step: int, first_index: int, wanted: int) -> Group:
+    async def _take(self, step: int, first_index: int, wanted: int) -> PromptGroup:
         """Returns the next accepted group in index order; `wanted` is its number within the step, from 1."""
         while True:
             if self._failure is not None:  # it comes out once; the stream stays closed after it
@@ -441,11 +443,11 @@ class GroupStream:
         steps_ahead = 1 + (self.rule.max_staleness or 0)
         return self._next_launch < self._boundary["next_index"] + steps_ahead * self.max_attempts
 
-    async def _attempt(self, index: int) -> Group | None:
+    async def _attempt(self, index: int) -> PromptGroup | None:
         group = await self.produce(index)
         return group if self.accept is None or self.accept(group) else None
 
-    def _settle(self, index: int, task: asyncio.Task[Group | None]) -> None:
+    def _settle(self, index: int, task: asyncio.Task[PromptGroup | None]) -> None:
         """Books the group of a producer that has ended, or stops the stream."""
         del self._running[index]
         if task.cancelled():

@@ -46,13 +46,13 @@ import torch
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement
-from quartet.schedule.groups import Chunk, Group, GroupStream, chunk_of, group_members
+from quartet.schedule.groups import Chunk, GroupStream, PromptGroup, group_members, make_chunk
 from quartet.schedule.leases import LeaseContext
-from quartet.schedule.model_worker import ModelWorker, TrainWorker, Update
+from quartet.schedule.model_worker import ModelWorker, TrainWorker, UpdateSpec
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout import RolloutDriver
 from quartet.train.engine import Objective
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ class ScorePrefetcher:
                     self._begin(step, index, groups)
             await self.stream.change()
 
-    def _begin(self, step: int, index: int, groups: list[Group]) -> None:
+    def _begin(self, step: int, index: int, groups: list[PromptGroup]) -> None:
         self._next = (step, index + 1)
         chunk = self.collect(step, index, groups)
         loop = asyncio.get_running_loop()
@@ -124,7 +124,7 @@ class ScorePrefetcher:
 
 
 T = TypeVar("T")
-Collect = Callable[[int, int, Sequence[Group]], Chunk]
+Collect = Callable[[int, int, Sequence[PromptGroup]], Chunk]
 """``(step, index, groups) → chunk``."""
 
 
@@ -161,14 +161,14 @@ class IterationStages:
     @classmethod
     def wired(
         cls,
-        rollout: Rollout,
+        rollout: RolloutDriver,
         stream: GroupStream,
         scorers: Sequence[tuple[Scorer, bool]],
         assemble: Callable[[Sequence[tuple[Chunk, Sequence[ColumnSet]]]], Awaitable[Any]],
         learners: Sequence[StepLearner],
         *,
         placement: ResolvedPlacement,
-        on_chunk: Callable[[int, Sequence[Group]], object],
+        on_chunk: Callable[[int, Sequence[PromptGroup]], object],
         num_steps: int | None = None,
     ) -> IterationStages:
         """Makes the stages of a run, be its roles real or simulated, under its placement.
@@ -179,9 +179,9 @@ class IterationStages:
             num_steps: as for ``ScorePrefetcher``.
         """
 
-        def collect(step: int, index: int, groups: Sequence[Group]) -> Chunk:
+        def collect(step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk:
             on_chunk(step, groups)
-            return chunk_of(step, index, groups)
+            return make_chunk(step, index, groups)
 
         frozen = [scorer for scorer, is_frozen in scorers if is_frozen]
         return cls(
@@ -232,12 +232,12 @@ async def _scored_chunks(step: int, stages: IterationStages) -> list[tuple[Chunk
     return [(chunk, [task.result() for task in of_chunk]) for chunk, of_chunk in zip(chunks, scores, strict=True)]
 
 
-async def score_all(scorers: Sequence[Scorer], chunk: Chunk) -> list[ColumnSet]:
-    """Returns every scorer's columns of one chunk, computed side by side; errors as of ``side_by_side``."""
-    return await side_by_side([scorer.score(chunk) for scorer in scorers])
+async def score_chunk(scorers: Sequence[Scorer], chunk: Chunk) -> list[ColumnSet]:
+    """Returns every scorer's columns of one chunk, computed side by side; errors as of ``run_concurrently``."""
+    return await run_concurrently([scorer.score(chunk) for scorer in scorers])
 
 
-async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def run_concurrently(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs ``works`` side by side and returns their results in order. When one fails the others are cancelled; the
     error that came first comes out as it is."""
     with _first_error():
@@ -284,10 +284,10 @@ class ModelScorer:
     leases: LeaseContext
     role: str
     model: RoleGroup[ModelWorker]
-    needs: Needs
+    needs: ForwardNeeds
     column: str
     beside: Mapping[str, str] = field(default_factory=dict)
-    further: Mapping[str, Needs] = field(default_factory=dict)
+    further: Mapping[str, ForwardNeeds] = field(default_factory=dict)
     trains: bool = False
     reads_text: bool = False
     reads: Mapping[str, int | None] = field(default_factory=dict)
@@ -344,7 +344,7 @@ def _with_texts(batch: RaggedBatch) -> RaggedBatch:
 
 
 @dataclass(frozen=True)
-class PartScorer:
+class SubsetScorer:
     """A scorer that is given some sequences of a chunk at a time.
 
     Args:
@@ -358,7 +358,7 @@ class PartScorer:
     async def score(self, chunk: Chunk) -> ColumnSet:
         batch, parts = chunk.data, self.parts(chunk.data)
         read = [batch.select(part) for part in parts]
-        scored = await side_by_side([self.inner.score(replace(chunk, data=part)) for part in read])
+        scored = await run_concurrently([self.inner.score(replace(chunk, data=part)) for part in read])
         token: dict[str, torch.Tensor] = {}
         sequence: dict[str, torch.Tensor] = {}
         for places, part, found in zip(parts, read, scored, strict=True):
@@ -440,10 +440,10 @@ class ModelLearner:
             rows = [] if rests else await self.model.call(TrainWorker.update, read, updates)
         return self._merge(rows)
 
-    def _updates(self, experience: RaggedBatch, step: int) -> list[Update]:
+    def _updates(self, experience: RaggedBatch, step: int) -> list[UpdateSpec]:
         first = self.plan.first_update(step)
         picks = enumerate(self.plan.selections(experience, step))
-        return [Update(picked, self.objective(i == 0), first + i) for i, picked in picks]
+        return [UpdateSpec(picked, self.objective(i == 0), first + i) for i, picked in picks]
 
     def _merge(self, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Merges metrics: means over the updates, maxima where the metric is one; the learning rate is the last

@@ -47,17 +47,17 @@ from typing import Literal, Protocol
 from quartet.config.errors import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement, ResolvedPool
 from quartet.observe.spans import Span, SpanRecorder
-from quartet.schedule.clock import Condition, shielded
+from quartet.schedule.clock import Condition, await_uncancelled
 
 # Versions of weights: who may read which, and who may advance it ----------------------------------------
 
 
-class MissedVersion(RuntimeError):
+class StaleVersion(RuntimeError):
     """A reader asked for a version that a writer has already replaced."""
 
 
 @dataclass(frozen=True)
-class Access:
+class LeaseAccess:
     """What a lease does to states. A read of `None` takes whatever version is current when it is granted."""
 
     reads: Mapping[str, int | None] = field(default_factory=dict)
@@ -67,13 +67,13 @@ class Access:
     def states(self) -> set[str]:
         return set(self.reads) | ({self.writes} if self.writes is not None else set())
 
-    def conflicts(self, other: Access) -> bool:
+    def conflicts(self, other: LeaseAccess) -> bool:
         """Tells whether the two may not be held at once: one writes what the other reads or writes."""
         return self.writes in other.states or other.writes in self.states
 
 
 @dataclass(eq=False)
-class Reservation:
+class VersionReservation:
     """A promise that role `reader` will read `state` at `version` once."""
 
     state: str
@@ -86,10 +86,10 @@ class _State:
     version: int
     readers: int = 0
     has_writer: bool = False
-    reservations: list[Reservation] = field(default_factory=list)
+    reservations: list[VersionReservation] = field(default_factory=list)
 
 
-class Versions:
+class StateVersions:
     """The book of all states: versions, active readers and writers, outstanding reservations."""
 
     def __init__(self, initial: Mapping[str, int]) -> None:
@@ -98,36 +98,36 @@ class Versions:
     def current(self, state: str) -> int:
         return self._states[state].version
 
-    def missed(self, access: Access) -> MissedVersion | None:
+    def missed(self, access: LeaseAccess) -> StaleVersion | None:
         for state, version in access.reads.items():
             if version is not None and version < self.current(state):
-                return MissedVersion(
+                return StaleVersion(
                     f"{state!r} is at version {self.current(state)}, version {version} is gone: "
                     f"reserve({state!r}, {version}, reader) before the writer of version {version + 1} asks"
                 )
         return None
 
-    def reserve(self, state: str, version: int, reader: str) -> Reservation:
-        """Books a reservation; `MissedVersion` when that version is replaced or being replaced."""
+    def reserve(self, state: str, version: int, reader: str) -> VersionReservation:
+        """Books a reservation; `StaleVersion` when that version is replaced or being replaced."""
         record = self._states[state]
-        if missed := self.missed(Access(reads={state: version})):
+        if missed := self.missed(LeaseAccess(reads={state: version})):
             raise missed
         if record.has_writer and version == record.version:
-            raise MissedVersion(f"{state!r} at version {version} is being advanced now: reserve it earlier")
-        reservation = Reservation(state, version, reader)
+            raise StaleVersion(f"{state!r} at version {version} is being advanced now: reserve it earlier")
+        reservation = VersionReservation(state, version, reader)
         record.reservations.append(reservation)
         return reservation
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: VersionReservation) -> None:
         """Drops a reservation that was not used."""
         reservations = self._states[reservation.state].reservations
         if reservation in reservations:
             reservations.remove(reservation)
 
-    def reads_are_current(self, access: Access) -> bool:
+    def reads_are_current(self, access: LeaseAccess) -> bool:
         return all(v is None or v == self.current(state) for state, v in access.reads.items())
 
-    def is_reserved_against(self, role: str, access: Access) -> bool:
+    def is_reserved_against(self, role: str, access: LeaseAccess) -> bool:
         """Tells whether another's reservation of the current version forbids this write."""
         if access.writes is None:
             return False
@@ -136,13 +136,13 @@ class Versions:
         own = self._own_reservation(access.writes, role, access)
         return promised > (1 if own is not None else 0)
 
-    def is_free(self, access: Access) -> bool:
+    def is_free(self, access: LeaseAccess) -> bool:
         """Tells whether no active lease conflicts with this access."""
         if any(self._states[state].has_writer for state in access.states):
             return False
         return access.writes is None or self._states[access.writes].readers == 0
 
-    def begin(self, role: str, access: Access) -> dict[str, int]:
+    def begin(self, role: str, access: LeaseAccess) -> dict[str, int]:
         """Takes the states, uses up reservations; returns the version of every state read."""
         for state in access.reads:
             record = self._states[state]
@@ -153,7 +153,7 @@ class Versions:
             self._states[access.writes].has_writer = True
         return {state: self.current(state) for state in access.reads}
 
-    def end(self, access: Access, *, advance: bool) -> None:
+    def end(self, access: LeaseAccess, *, advance: bool) -> None:
         """Gives the states back; the written one moves on by one version when `advance`."""
         for state in access.reads:
             self._states[state].readers -= 1
@@ -167,7 +167,7 @@ class Versions:
         """True when no lease reads or writes and nothing is reserved."""
         return not any(s.readers or s.has_writer or s.reservations for s in self._states.values())
 
-    def _own_reservation(self, state: str, role: str, access: Access) -> Reservation | None:
+    def _own_reservation(self, state: str, role: str, access: LeaseAccess) -> VersionReservation | None:
         for reservation in self._states[state].reservations:
             if reservation.reader == role and reservation.version == access.reads.get(state):
                 return reservation
@@ -210,7 +210,7 @@ class Offloader(Protocol):
 
 
 @dataclass
-class Move:
+class PartMove:
     """What moves before `role` can work in `mode`: offloads first, then an onload of what is not there yet."""
 
     role: str
@@ -234,14 +234,14 @@ class _Parts:
         return max(self.resident_bytes, self.incoming_bytes)
 
 
-class Pool:
-    """The accounts of one pool. Only one `Move` is under way at a time: bytes being offloaded still count."""
+class PoolAccount:
+    """The accounts of one pool. Only one `PartMove` is under way at a time: bytes being offloaded still count."""
 
     def __init__(self, spec: PoolSpec, roles: Iterable[RoleSpec]) -> None:
         self.spec = spec
         self.peak_bytes = 0
         self._parts = {role.name: _Parts(role) for role in roles}
-        self._move: Move | None = None
+        self._move: PartMove | None = None
         self._uses = 0
 
     @property
@@ -267,17 +267,17 @@ class Pool:
         busy = self.busy_roles
         return role in busy or len(busy) < self.spec.slots
 
-    def plan(self, role: str, mode: LeaseMode) -> Move | None:
+    def plan(self, role: str, mode: LeaseMode) -> PartMove | None:
         """Returns the move that lets `role` work in `mode` now (perhaps an empty one), or None if none does."""
         parts = self._parts[role]
         if self.is_resident(role, mode):
-            return Move(role, mode, evict=())
+            return PartMove(role, mode, evict=())
         if self._move is not None:
             return None
         budget = self.spec.budget_bytes
         needed = self.resident_bytes - parts.resident_bytes + parts.spec.resident_bytes[mode]
         evict = self._choose_evictions(role, 0 if budget is None else needed - budget)
-        return None if evict is None else Move(role, mode, evict)
+        return None if evict is None else PartMove(role, mode, evict)
 
     def has_room(self, claims: Mapping[str, int]) -> bool:
         """Tells whether these roles (name → bytes) could all work beside the busy ones, idle parts offloaded."""
@@ -287,7 +287,7 @@ class Pool:
         budget = self.spec.budget_bytes
         return len(needed) <= self.spec.slots and (budget is None or sum(needed.values()) <= budget)
 
-    def take(self, move: Move) -> bool:
+    def take(self, move: PartMove) -> bool:
         """Books a granted lease; True when its move has to be carried out before the role may work."""
         parts = self._parts[move.role]
         parts.num_leases += 1
@@ -304,22 +304,22 @@ class Pool:
         parts.num_leases -= 1
         self._touch(parts)
 
-    def drop(self, move: Move) -> None:
+    def drop(self, move: PartMove) -> None:
         """Forgets a move that ended, or never began because its lease was cancelled before it woke up."""
         if self._move is move:
             self._move = None
             self._parts[move.role].incoming_bytes = 0
 
-    async def carry_out(self, move: Move, offloader: Offloader | None) -> None:
+    async def carry_out(self, move: PartMove, offloader: Offloader | None) -> None:
         """Moves the parts; without a mover in the accounts only. A cancelled caller is held until the step under way
         has really ended."""
 
         def abandon() -> None:
             move.abandoned = True
 
-        await shielded(self._steps(move, offloader), abandon)
+        await await_uncancelled(self._steps(move, offloader), abandon)
 
-    async def _steps(self, move: Move, offloader: Offloader | None) -> None:
+    async def _steps(self, move: PartMove, offloader: Offloader | None) -> None:
         try:
             for name in move.evict:
                 if move.abandoned:
@@ -376,13 +376,13 @@ class Lease:
 
     role: RoleSpec
     mode: LeaseMode
-    access: Access
+    access: LeaseAccess
     ticket: int
     passed_over: int = 0
     grant_index: int = -1
-    move: Move | None = None
+    move: PartMove | None = None
     versions: dict[str, int] = field(default_factory=dict)
-    missed: MissedVersion | None = None
+    missed: StaleVersion | None = None
     wake: asyncio.Future[None] = field(init=False)
 
     @property
@@ -410,8 +410,8 @@ class Arbiter:
         patience: int = 4,
     ) -> None:
         self._roles = {role.name: role for role in roles}
-        self._pools = {p.name: Pool(p, [r for r in self._roles.values() if r.pool == p.name]) for p in pools}
-        self._versions = Versions(versions or {})
+        self._pools = {p.name: PoolAccount(p, [r for r in self._roles.values() if r.pool == p.name]) for p in pools}
+        self._versions = StateVersions(versions or {})
         self._offloader = offloader
         self._patience = patience
         self._advanced = Condition()
@@ -433,10 +433,10 @@ class Arbiter:
 
         `reads` names the version each state must have (None: whatever is current); `writes` excludes that
         state's readers, and advances it by one when the block ends without an exception. Raises `UserError`
-        at once for what can never be granted, `MissedVersion` when a version read is already replaced, and what the
+        at once for what can never be granted, `StaleVersion` when a version read is already replaced, and what the
         mover raises. A task that holds a lease asks for no other: two doing so could wait for each other for ever.
         """
-        request = self._admit(role, mode, Access(dict(reads or {}), writes))
+        request = self._admit(role, mode, LeaseAccess(dict(reads or {}), writes))
         clean = False
         try:
             await request.wake
@@ -486,7 +486,7 @@ class Arbiter:
         """Returns the bytes now on `pool`, parts on their way in or out included."""
         return self._pools[pool].resident_bytes
 
-    def _admit(self, role_name: str, mode: LeaseMode, access: Access) -> Lease:
+    def _admit(self, role_name: str, mode: LeaseMode, access: LeaseAccess) -> Lease:
         self.check_possible(role_name, mode)
         if missed := self._versions.missed(access):
             raise missed
@@ -656,14 +656,14 @@ class LeaseContext:
 LOCAL_POOL = "local"
 
 
-def local_placement(roles: Iterable[str]) -> ResolvedPlacement:
+def default_placement(roles: Iterable[str]) -> ResolvedPlacement:
     """Returns what a run without a placement has: one pool with one slot, on which all roles take turns and nothing
     moves."""
     pool = ResolvedPool(LOCAL_POOL, processes=1, nodes=1, slots=1, budget_bytes=None)
     return ResolvedPlacement("local", (pool,), dict.fromkeys(roles, LOCAL_POOL))
 
 
-def placed_arbiter(
+def arbiter_for_placement(
     placement: ResolvedPlacement,
     resident_bytes: Mapping[str, Mapping[LeaseMode, int]],
     *,
@@ -693,6 +693,6 @@ def placed_arbiter(
     return arbiter
 
 
-def local_arbiter(sizes: Mapping[str, Mapping[LeaseMode, int]], *, version: int) -> Arbiter:
-    """Makes the arbiter of ``local_placement``; ``sizes``: role → mode → bytes."""
-    return placed_arbiter(local_placement(sizes), sizes, version=version)
+def default_arbiter(sizes: Mapping[str, Mapping[LeaseMode, int]], *, version: int) -> Arbiter:
+    """Makes the arbiter of ``default_placement``; ``sizes``: role → mode → bytes."""
+    return arbiter_for_placement(default_placement(sizes), sizes, version=version)

@@ -30,28 +30,36 @@ from transformers import PreTrainedTokenizerBase
 
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
-from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, Layout, dispatch
+from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, CustomDispatch, RankLayout, dispatch
 from quartet.config import UserError
 from quartet.config.common import OffloadConfig
 from quartet.config.errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedModel, PackedScalarModel
-from quartet.models.work import Work
+from quartet.models.work import WorkTotals
 from quartet.observe.files import FileDigest
-from quartet.observe.rollouts import RolloutRecord, rollouts_path, write_step
+from quartet.observe.rollouts import RolloutRecord, rollouts_path, write_rollout_step
 from quartet.rollout.drafter import DrafterModel
 from quartet.schedule.groups import TEXT_END
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.weight_sync import WeightSenderMixin
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
-from quartet.train.checkpoint import Share, ShareWriter
+from quartet.train.checkpoint import CheckpointShare, ShareWriter
 from quartet.train.engine import LossTerm, Objective, TrainEngine
-from quartet.train.forward import Needs, forward_only
-from quartet.train.offload import PARTS, MappedFiles, Moved, Offload, OffloadPart, PinnedMemory, Store
+from quartet.train.forward import ForwardNeeds, forward_only
+from quartet.train.offload import (
+    PARTS,
+    MappedFileStore,
+    MoveResult,
+    Offload,
+    OffloadPart,
+    OffloadStore,
+    PinnedMemoryStore,
+)
 from quartet.train.parallel.tensors import local, write_part
-from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
+from quartet.train.state import REST, Shape, check_state_fits, model_tensors, tensor_shapes
 from quartet.train.token_budget import TokenBudget
 
 _PARTS_OF: dict[LeaseMode, tuple[OffloadPart, ...]] = {"forward": ("params",), "generate": ("params",), "train": PARTS}
@@ -65,14 +73,14 @@ class Offloadable(ABC):
     def make_offloadable(self, config: OffloadConfig) -> None:
         is_pinned = config.to == "pinned_memory"
         self._parts = self._offload(
-            PinnedMemory() if is_pinned else MappedFiles(config.directory or tempfile.gettempdir())
+            PinnedMemoryStore() if is_pinned else MappedFileStore(config.directory or tempfile.gettempdir())
         )
 
-    def onload(self, mode: LeaseMode) -> Moved:
+    def onload(self, mode: LeaseMode) -> MoveResult:
         """Brings in what ``mode`` needs and is not there."""
         return self._movable.onload(_PARTS_OF[mode])
 
-    def offload(self) -> Moved:
+    def offload(self) -> MoveResult:
         """Moves everything off the device."""
         return self._movable.offload()
 
@@ -105,19 +113,19 @@ class Offloadable(ABC):
         """Returns the bytes that must be on the device in each mode."""
 
     @abstractmethod
-    def _offload(self, store: Store) -> Offload:
+    def _offload(self, store: OffloadStore) -> Offload:
         """Makes what moves this host's parts to ``store`` and back."""
 
 
-def _with_rank(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _with_rank(layout: RankLayout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     return [(args, {**kwargs, "rank": rank}) for rank in range(layout.world_size)]
 
 
-def same_for_all(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def same_for_all(layout: RankLayout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     return [(args, kwargs)] * layout.world_size
 
 
-def _all_files(layout: Layout, found: list[dict[str, FileDigest] | None]) -> dict[str, FileDigest] | None:
+def _all_files(layout: RankLayout, found: list[dict[str, FileDigest] | None]) -> dict[str, FileDigest] | None:
     """Joins the files of all ranks: None until all have theirs, empty where one never will."""
     if any(files is None for files in found):
         return None
@@ -146,7 +154,7 @@ class Checkpointed(ABC):
                 "checkpoints and models themselves, or on Ray to a URL (s3://…)",
             )
 
-    @dispatch(Custom(_with_rank, lambda layout, found: None))
+    @dispatch(CustomDispatch(_with_rank, lambda layout, found: None))
     def save_checkpoint(self, directory: Path, *, background: bool, rank: int = 0) -> None:
         """Writes this rank's part of the state into the new ``directory``; with ``background`` from a copy, while the
         worker goes on.
@@ -159,7 +167,7 @@ class Checkpointed(ABC):
             self._writer = ShareWriter()
         self._writer.begin(directory, self.checkpoint_state(), background=background, rank=rank)
 
-    @dispatch(Custom(same_for_all, _all_files))
+    @dispatch(CustomDispatch(same_for_all, _all_files))
     def finish_checkpoint(self, directory: Path) -> dict[str, FileDigest] | None:
         """Returns the digests of the files in ``directory`` once they are written, until then None; does not wait.
 
@@ -174,7 +182,7 @@ class Checkpointed(ABC):
             UserError: it is not there, cannot be read or belongs to another model.
         """
         self.check_sees(directory.parent)
-        share = Share(directory)
+        share = CheckpointShare(directory)
         with self.loading(share.shapes, share.rest()) as live:
             share.read_into(live)
 
@@ -193,7 +201,7 @@ _SEEN = "seen_token_ids"
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateSpec:
     """One optimizer update: which sequences of the experience, what is minimised, and its number in the run. Of a
     ``rehearsal`` everything is computed, and no weight changed."""
 
@@ -224,15 +232,15 @@ class ModelStats:
     num_oom: int
     num_skipped: int = 0
     token_budget: int = 0
-    work: Work = field(default_factory=Work)
+    work: WorkTotals = field(default_factory=WorkTotals)
 
 
-def _together(layout: Layout, found: list[ModelStats]) -> ModelStats:
-    return replace(found[0], work=Work.joined(stats.work for stats in found))
+def _together(layout: RankLayout, found: list[ModelStats]) -> ModelStats:
+    return replace(found[0], work=WorkTotals.joined(stats.work for stats in found))
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelDescription:
     """What a worker says of its model once that is loaded and probed.
 
     Attributes:
@@ -244,12 +252,12 @@ class Described:
     shares_prefixes: bool
 
 
-def model_bytes(model: PackedModel) -> int:
+def local_model_bytes(model: PackedModel) -> int:
     """Counts the bytes of what is here of a model that several processes hold between them."""
     return sum(local(p).nbytes for p in model.model.parameters())
 
 
-def train_bytes(model: PackedModel) -> int:
+def training_bytes(model: PackedModel) -> int:
     """Counts the bytes of gradients and two moments of the parameters that learn: all of them, or adapters."""
     return 3 * sum(local(p).nbytes for p in model.model.parameters() if p.requires_grad)
 
@@ -261,20 +269,20 @@ class ModelWorker(Checkpointed, Offloadable):
 
     @dispatch(SPLIT, blocking=False)
     @abstractmethod
-    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        """Makes a forward-only pass; fields as in ``Outputs``."""
+    def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
+        """Makes a forward-only pass; fields as in ``ForwardOutputs``."""
 
-    @dispatch(Custom(same_for_all, _together))
+    @dispatch(CustomDispatch(same_for_all, _together))
     @abstractmethod
     def stats(self) -> ModelStats:
         """Returns counters of rank 0, and the work of all ranks since the last call."""
 
-    def _taken_work(self) -> Work:
+    def _taken_work(self) -> WorkTotals:
         return self.packed.work.take(self.packed.device, self.packed.precision)
 
     @dispatch(RANK_ZERO)
     @abstractmethod
-    def describe(self) -> Described:
+    def describe(self) -> ModelDescription:
         """Returns what is to be said of the model now."""
 
     @dispatch(ONE_COPY)
@@ -304,17 +312,17 @@ class ScoreWorker(ModelWorker):
         self._logprob_chunk = logprob_chunk
         self._share_prefixes = share_prefixes
 
-    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+    def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
         return forward_only(self.packed, batch, needs, self._budget, self._logprob_chunk, share=self._share_prefixes)
 
     def stats(self) -> ModelStats:
         return ModelStats(self._budget.num_oom, work=self._taken_work())
 
-    def describe(self) -> Described:
-        return Described(load_warnings(self.packed.model), self.packed.shares_prefixes)
+    def describe(self) -> ModelDescription:
+        return ModelDescription(load_warnings(self.packed.model), self.packed.shares_prefixes)
 
     def sizes(self) -> dict[LeaseMode, int]:
-        return {"forward": model_bytes(self.packed)}
+        return {"forward": local_model_bytes(self.packed)}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         with self.present():
@@ -329,10 +337,12 @@ class ScoreWorker(ModelWorker):
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
         with self.present():
             live = model_tensors(self.packed.model.state_dict())
-            check_fit(shapes_of(live), saved, "give the model that the run began with, or choose another output_dir")
+            check_state_fits(
+                tensor_shapes(live), saved, "give the model that the run began with, or choose another output_dir"
+            )
             yield live
 
-    def _offload(self, store: Store) -> Offload:
+    def _offload(self, store: OffloadStore) -> Offload:
         return Offload(self.packed, store)
 
 
@@ -353,14 +363,14 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         self.packed = engine.packed
         self._also = also
 
-    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+    def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
         return self.engine.forward(batch, needs)
 
-    def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
+    def update(self, experience: RaggedBatch, updates: Sequence[UpdateSpec]) -> list[dict[str, float]]:
         """Makes the updates in their order; returns of each what ``TrainEngine.train_step`` returns."""
         return [self._update_once(update, experience.select(update.sequences), len(updates)) for update in updates]
 
-    def _update_once(self, update: Update, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
+    def _update_once(self, update: UpdateSpec, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
         """Makes one of ``num_updates`` updates, from ``batch``."""
         also = self._also.terms(update.number) if self._also is not None else ()
         return self.engine.train_step(batch, update.objective, also, rehearsal=update.rehearsal)
@@ -382,12 +392,12 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         engine = self.engine
         return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens, self._taken_work())
 
-    def describe(self) -> Described:
-        return Described(self.engine.warnings, self.packed.shares_prefixes)
+    def describe(self) -> ModelDescription:
+        return ModelDescription(self.engine.warnings, self.packed.shares_prefixes)
 
     def sizes(self) -> dict[LeaseMode, int]:
-        size = model_bytes(self.packed)
-        return {"forward": size, "train": size + train_bytes(self.packed)}
+        size = local_model_bytes(self.packed)
+        return {"forward": size, "train": size + training_bytes(self.packed)}
 
     def checkpoint_state(self) -> dict[str, Any]:
         return self.engine.state()
@@ -425,7 +435,7 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
     ) -> str | None:
         return save_causal_lm(self.engine.packed, tokenizer, path, eos_ids=eos_ids)
 
-    def _offload(self, store: Store) -> Offload:
+    def _offload(self, store: OffloadStore) -> Offload:
         return self.engine.offloading(store)
 
 
@@ -437,7 +447,7 @@ class CriticWorker(TrainWorker):
         num_ids = int(engine.packed.model.get_input_embeddings().weight.shape[0])
         self._seen = torch.zeros(num_ids, dtype=torch.bool)
 
-    def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
+    def update(self, experience: RaggedBatch, updates: Sequence[UpdateSpec]) -> list[dict[str, float]]:
         self._seen[experience.input_ids] = True
         return super().update(experience, updates)
 
@@ -462,7 +472,7 @@ class CriticWorker(TrainWorker):
 class AdapterlessWorker(ScoreWorker):
     """The reference of a LoRA actor: the actor's own model with adapters switched off."""
 
-    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+    def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
         with self.packed.without_adapters():
             return super().forward(batch, needs)
 
@@ -486,7 +496,7 @@ _COLUMNS = (
 )
 
 
-class Writer(Checkpointed):
+class RolloutWriter(Checkpointed):
     """Writes rollouts; its share of a checkpoint are the groups that were generated ahead.
 
     Args:
@@ -519,7 +529,7 @@ class Writer(Checkpointed):
         def write() -> None:
             records = [record for pair in pairs for record in rollout_records(*pair, self._codec)]
             try:
-                write_step(directory, step, records)
+                write_rollout_step(directory, step, records)
             except OSError as error:
                 raise write_error(rollouts_path(directory, step), error) from error
 

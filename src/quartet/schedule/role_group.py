@@ -21,19 +21,19 @@ from quartet.cluster.dispatch import (
     ONE_COPY,
     DispatchMode,
     FirstRanks,
-    Layout,
+    InLayout,
     OneRank,
-    Split,
-    Within,
-    marks_of,
+    RankLayout,
+    SplitBatch,
+    dispatched_methods,
 )
-from quartet.cluster.futures import BatchFuture, Noted
+from quartet.cluster.futures import BatchFuture, StoredResult
 from quartet.cluster.group import WorkerGroup
-from quartet.cluster.ranks import Ranks
+from quartet.cluster.ranks import TorchrunRanks
 from quartet.cluster.worker import Worker, local_path
 from quartet.config.common import ShardingConfig
 from quartet.observe.spans import note_workers
-from quartet.schedule.clock import ComputeThread, shielded
+from quartet.schedule.clock import ComputeThread, await_uncancelled
 
 W_co = TypeVar("W_co", covariant=True)
 V_co = TypeVar("V_co", covariant=True)
@@ -96,7 +96,7 @@ class LocalGroup(RoleGroup[W_co]):
         return await self._compute.run(partial(bound, *args, **kwargs))
 
 
-class RolesWorker(Worker):
+class ColocatedWorker(Worker):
     """A process with the workers of one or several roles, by the roles' names; its main thread computes."""
 
     roles: Mapping[str, Any]
@@ -107,14 +107,14 @@ class RolesWorker(Worker):
             *map(local_path, args), **{name: local_path(value) for name, value in kwargs.items()}
         )
 
-    def leave_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Noted:
+    def leave_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> StoredResult:
         """Returns the segments and token ids of the batch that a role's method makes, noted with the batch's
         outline."""
         made: RaggedBatch = self.run_role(role, method, *args, **kwargs)
-        return Noted(made.bare(), made.outline([role]))  # the caller knows the reference
+        return StoredResult(made.bare(), made.outline([role]))  # the caller knows the reference
 
 
-class RankGroup(RoleGroup[W_co]):
+class TorchrunGroup(RoleGroup[W_co]):
     """One worker in each process of a torchrun, of which this is rank 0.
 
     Args:
@@ -124,8 +124,8 @@ class RankGroup(RoleGroup[W_co]):
 
     def __init__(
         self,
-        ranks: Ranks,
-        process: RolesWorker,
+        ranks: TorchrunRanks,
+        process: ColocatedWorker,
         role: str,
         worker_class: type[W_co],
         compute: ComputeThread,
@@ -148,7 +148,7 @@ class RankGroup(RoleGroup[W_co]):
 
 
 class RemoteGroup(RoleGroup[W_co]):
-    """The workers of one role in the processes of a group of ``RolesWorker``.
+    """The workers of one role in the processes of a group of ``ColocatedWorker``.
 
     Args:
         worker_class: whose marks say how a method is distributed.
@@ -175,14 +175,14 @@ class RemoteGroup(RoleGroup[W_co]):
         name = method.__name__
         mode = self._mode(name)
         future: BatchFuture
-        if isinstance(mode, Split):
-            within = Within(mode, self._modes.layout)
+        if isinstance(mode, SplitBatch):
+            within = InLayout(mode, self._modes.layout)
             future = self.group.call(
-                RolesWorker.run_role, self.role, name, *args, mode=within, blocking=False, **kwargs
+                ColocatedWorker.run_role, self.role, name, *args, mode=within, blocking=False, **kwargs
             )
         else:
-            future = self.group.ask(RolesWorker.run_role, self.role, name, *args, mode=mode, **kwargs)
-        result: Any = await shielded(future)
+            future = self.group.ask(ColocatedWorker.run_role, self.role, name, *args, mode=mode, **kwargs)
+        result: Any = await await_uncancelled(future)
         note_workers(self.role, future.seconds)
         found: R = result[0] if mode == BROADCAST else result
         return found
@@ -194,9 +194,11 @@ class RemoteGroup(RoleGroup[W_co]):
         first: DispatchMode = OneRank(self.rank or 0)
         if isinstance(mode := self._mode(method.__name__), FirstRanks):
             first = FirstRanks(mode.num, awaits_all=False)
-        sent = self.group.call(RolesWorker.run_role, self.role, method.__name__, mode=first, blocking=False)
+        sent = self.group.call(ColocatedWorker.run_role, self.role, method.__name__, mode=first, blocking=False)
         name, taking = taken_by.__name__, to._mode(taken_by.__name__)
-        await shielded(to.group.call(RolesWorker.run_role, to.role, name, sent, mode=taking, blocking=False))
+        await await_uncancelled(
+            to.group.call(ColocatedWorker.run_role, to.role, name, sent, mode=taking, blocking=False)
+        )
 
     async def leave(
         self, method: Callable[Concatenate[W_co, P], RaggedBatch], *args: P.args, **kwargs: P.kwargs
@@ -205,10 +207,10 @@ class RemoteGroup(RoleGroup[W_co]):
         # bytes that nothing here unpickles, and larger ones not at all.
         name, mode = method.__name__, OneRank(self.rank or 0)
         future: BatchFuture = self.group.call(
-            RolesWorker.leave_role, self.role, name, *args, mode=mode, blocking=False, **kwargs
+            ColocatedWorker.leave_role, self.role, name, *args, mode=mode, blocking=False, **kwargs
         )
         outline: RaggedBatch
-        (outline,) = await shielded(future.finished())
+        (outline,) = await await_uncancelled(future.finished())
         return outline.outline([future.reference()])
 
     def _mode(self, name: str) -> DispatchMode:
@@ -225,10 +227,10 @@ class _Modes:
     """
 
     def __init__(self, worker_class: type, world_size: int, sharding: ShardingConfig | None) -> None:
-        self._marks = marks_of(worker_class)
+        self._marks = dispatched_methods(worker_class)
         sharding = sharding if sharding is not None else ShardingConfig()
         self._copy_size = sharding.copy_size
-        self.layout = Layout(world_size, sharding.context * sharding.tensor)
+        self.layout = RankLayout(world_size, sharding.context * sharding.tensor)
 
     def of(self, name: str) -> DispatchMode:
         mode = self._marks[name].mode if name in self._marks else BROADCAST

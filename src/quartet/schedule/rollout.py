@@ -23,9 +23,9 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.rollout.protocol import EngineStats
-from quartet.schedule.clock import Condition, all_ended, shielded
-from quartet.schedule.groups import Group, by_group
-from quartet.schedule.leases import LeaseContext, MissedVersion
+from quartet.schedule.clock import Condition, await_uncancelled, gather_all
+from quartet.schedule.groups import PromptGroup, split_by_group
+from quartet.schedule.leases import LeaseContext, StaleVersion
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import (
@@ -37,7 +37,7 @@ from quartet.schedule.rollout_worker import (
     TurnRequest,
 )
 from quartet.schedule.weight_sync import CanarySpec, canary_difference
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 
 
 class EngineClient:
@@ -46,7 +46,7 @@ class EngineClient:
         rollout: what the clients of a run's engines share: versions and pauses.
     """
 
-    def __init__(self, engine: RoleGroup[RolloutWorker], rollout: Rollout) -> None:
+    def __init__(self, engine: RoleGroup[RolloutWorker], rollout: RolloutDriver) -> None:
         self.engine = engine
         self._rollout = rollout
         self._waiting: dict[str, asyncio.Future[FinishedRequest]] = {}
@@ -117,7 +117,7 @@ class EngineClient:
         """Stops and waits until the engine has stopped; waits for completions are cancelled."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
-            await shielded(asyncio.wait({self._task}))
+            await await_uncancelled(asyncio.wait({self._task}))
 
     async def _run(self) -> None:
         while self._waiting:
@@ -164,7 +164,7 @@ class EngineClient:
                         await _settled()
                     steps_left, submit, cancel = outputs.steps_left, [], []
                 span.tokens = sampled
-        except MissedVersion:
+        except StaleVersion:
             # The engine's tensors are the actor's and have been trained; their publication is under way.
             if not rollout.num_publishing:
                 raise
@@ -239,7 +239,7 @@ async def _settled() -> None:
 
 
 @dataclass(eq=False)
-class Rollout:
+class RolloutDriver:
     """Drives the engines for the group stream.
 
     Args:
@@ -318,7 +318,7 @@ class Rollout:
 
     # Generation ------------------------------------------------------------------------------------------
 
-    async def generate(self, index: int) -> Group:
+    async def generate(self, index: int) -> PromptGroup:
         """Generates the group at ``index`` of the stream."""
         prompt, request = self.requests(index)
         client = self._client_of(index)
@@ -327,7 +327,7 @@ class Rollout:
         greedy = next((name for name, sampling in request.samples.items() if sampling.greedy), None)
         batch = await client.engine.leave(RolloutWorker.responses, index, sampled, greedy)
         self._homes.pop(index, None)
-        return Group.of(index, prompt, batch)
+        return PromptGroup.of(index, prompt, batch)
 
     async def act(self, index: int, request: TurnRequest) -> FinishedRequest:
         """Returns the next action of an episode of the group ``index``.
@@ -337,11 +337,11 @@ class Rollout:
         (ended,) = await self._client_of(index).complete(request, index)
         return ended
 
-    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group:
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> PromptGroup:
         """Makes the group ``index`` of episodes that have ended."""
         batch = await self._client_of(index).engine.leave(RolloutWorker.episodes, index, endings)
         self._homes.pop(index, None)
-        return Group.of(index, prompt, batch)
+        return PromptGroup.of(index, prompt, batch)
 
     def _client_of(self, index: int) -> EngineClient:
         if not self.balances:
@@ -352,7 +352,7 @@ class Rollout:
 
     async def close(self) -> None:
         """Stops generation and waits until it has stopped."""
-        await all_ended([client.close() for client in self._clients])
+        await gather_all([client.close() for client in self._clients])
 
     # Evaluation ------------------------------------------------------------------------------------------
 
@@ -369,15 +369,15 @@ class Rollout:
             finally:
                 self._beside = EngineStats.total([self._beside, before.sampling_less(self.stats())])
 
-    async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[Group]:
+    async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[PromptGroup]:
         """Makes, inside of ``quiet``, groups of all responses to the prompts, by their places; an engine's in one
         lease."""
         num = len(self._clients)
         shares = [{i: prompts[i][1] for i in range(p, len(prompts), num)} for p in range(num)]
         pairs = zip(self._clients, shares, strict=True)
-        made = await all_ended([self._evaluate_on(client, share, step) for client, share in pairs if share])
-        batches = {i: one for batch in made for i, one in by_group(batch).items()}
-        return [Group.of(i, item, batches[i]) for i, (item, _) in enumerate(prompts)]
+        made = await gather_all([self._evaluate_on(client, share, step) for client, share in pairs if share])
+        batches = {i: one for batch in made for i, one in split_by_group(batch).items()}
+        return [PromptGroup.of(i, item, batches[i]) for i, (item, _) in enumerate(prompts)]
 
     async def _evaluate_on(self, client: EngineClient, share: Mapping[int, PromptRequest], step: int) -> RaggedBatch:
         async with self.leases.turn("rollout", "generate", "evaluate", step=step, reads=self.reads()):
@@ -416,7 +416,7 @@ class Rollout:
         async with turn as (_, span):
             span.nbytes = await self.update_engine_weights(version)
             works = [client.canary(self.canary, f"canary.{i}") for i, client in enumerate(self._clients)]
-            probed = await all_ended(works)
+            probed = await gather_all(works)
             tokens = sum(int(batch.token["loss_mask"].sum()) for batch in probed)
             self._beside = EngineStats.total([self._beside, EngineStats(generated_tokens=-tokens)])
             self.version = version
@@ -441,5 +441,5 @@ class Rollout:
         batch = RaggedBatch.concat(probed)
         turn = self.leases.turn("actor", "forward", "canary", step=version - 1, reads={"actor": version})
         async with turn:
-            columns = await self.trainer.call(ModelWorker.forward, batch, Needs(logprobs=True))
+            columns = await self.trainer.call(ModelWorker.forward, batch, ForwardNeeds(logprobs=True))
         return canary_difference(batch, columns)

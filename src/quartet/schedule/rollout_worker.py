@@ -32,7 +32,7 @@ from quartet.config.common import OffloadConfig
 from quartet.config.recipe import SamplingConfig
 from quartet.data.datasets import PromptItem
 from quartet.envs.episode import FinishedEpisode
-from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
+from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, ObservedState, Transcript
 from quartet.observe.memory import held_bytes
 from quartet.rollout.drafter import Drafter
 from quartet.rollout.engine import NativeEngine
@@ -48,13 +48,13 @@ from quartet.rollout.protocol import (
 )
 from quartet.rollout.router import Router
 from quartet.rollout.sampler import sample_seed
-from quartet.schedule.groups import answered, group_batch
+from quartet.schedule.groups import group_batch, single_turn_trajectory
 from quartet.schedule.leases import LeaseMode
-from quartet.schedule.model_worker import Checkpointed, Offloadable, model_bytes
+from quartet.schedule.model_worker import Checkpointed, Offloadable, local_model_bytes
 from quartet.schedule.weight_sync import CanarySpec, WeightReceiverMixin
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
-from quartet.train.offload import Moved, Offload, Store
+from quartet.train.offload import MoveResult, Offload, OffloadStore
 from quartet.train.state import REST, Shape
 
 
@@ -97,7 +97,7 @@ class TurnRequest:
 
     request_id: str
     episode: str
-    seen: Seen
+    seen: ObservedState
     sampling: SamplingParams
     limits: EpisodeLimits
 
@@ -194,7 +194,7 @@ class RequestStore:
 
     def _response(self, request_id: str) -> Trajectory:
         ids, made = self._prompts.pop(request_id), self._completions.pop(request_id)
-        return answered(ids, made, completion_text(self._codec, ids, made))
+        return single_turn_trajectory(ids, made, completion_text(self._codec, ids, made))
 
     def episodes(self, index: int, endings: Sequence[FinishedEpisode], version: int) -> RaggedBatch:
         """Makes the group of these episodes, which are not kept any longer; ``version`` is that of the present
@@ -410,9 +410,9 @@ class NativeRolloutWorker(RolloutWorker, Offloadable, Checkpointed):
     def sizes(self) -> dict[LeaseMode, int]:
         """Returns the bytes that must be on the device to generate: its own weights; the cache grows with the
         requests."""
-        return {"generate": model_bytes(self.engine.packed) if self.engine.owns_weights else 0}
+        return {"generate": local_model_bytes(self.engine.packed) if self.engine.owns_weights else 0}
 
-    def offload(self) -> Moved:
+    def offload(self) -> MoveResult:
         """Destroys the cache and moves the weights away. Requests are kept: their keys and values are computed
         again."""
         before, device = held_bytes(self.engine.packed.device), self.engine.packed.device
@@ -420,7 +420,7 @@ class NativeRolloutWorker(RolloutWorker, Offloadable, Checkpointed):
         moved = super().offload()
         return replace(moved, num_bytes=moved.num_bytes + cached, freed_bytes=before - held_bytes(device))
 
-    def _offload(self, store: Store) -> Offload:
+    def _offload(self, store: OffloadStore) -> Offload:
         return Offload(self.engine.packed, store)
 
     # Checkpoints -----------------------------------------------------------------------------------------
@@ -555,25 +555,25 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         """Returns the bytes of weights; what the engines take beside them for their caches is the recipe's to bound."""
         return {"generate": self._weight_bytes}
 
-    def onload(self, mode: LeaseMode) -> Moved:
+    def onload(self, mode: LeaseMode) -> MoveResult:
         began = time.perf_counter()
         if not self._is_asleep:
-            return Moved(0, 0, 0.0)
+            return MoveResult(0, 0, 0.0)
         self._router.wake()
         self._is_asleep = False
-        return Moved(self._weight_bytes, -self._weight_bytes, time.perf_counter() - began)
+        return MoveResult(self._weight_bytes, -self._weight_bytes, time.perf_counter() - began)
 
-    def offload(self) -> Moved:
+    def offload(self) -> MoveResult:
         began = time.perf_counter()
         if self._is_asleep:
-            return Moved(0, 0, 0.0)
+            return MoveResult(0, 0, 0.0)
         self._pause()
         self._router.sleep(self._sleep_level)
         self._is_asleep = True
-        return Moved(self._weight_bytes, self._weight_bytes, time.perf_counter() - began)
+        return MoveResult(self._weight_bytes, self._weight_bytes, time.perf_counter() - began)
 
     def stop_offloading(self) -> None:
         """Does nothing: the engines end with the run."""
 
-    def _offload(self, store: Store) -> Offload:
+    def _offload(self, store: OffloadStore) -> Offload:
         raise AssertionError("engines move their own parts")

@@ -28,20 +28,20 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config.errors import UserError
 from quartet.rollout.protocol import StepEngine
-from quartet.schedule.clock import shielded
+from quartet.schedule.clock import await_uncancelled
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.text.examples import PromptText
 from quartet.train.engine import TrainEngine
 from quartet.weights.manifest import (
-    OtherEndFailed,
+    PeerFailed,
     WeightMismatch,
     WeightsRefused,
     WeightsUnusable,
     WeightSyncError,
     WeightSyncTimeout,
-    at_rank,
+    with_rank,
 )
-from quartet.weights.sync import Endpoint, Offer, Transport, WeightReceiver, WeightSender
+from quartet.weights.sync import SyncEndpoint, Transport, WeightOffer, WeightReceiver, WeightSender
 
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
@@ -77,7 +77,7 @@ class WeightSenderMixin:
         return self.engine.weights()
 
     @dispatch(ONE_COPY)
-    def connect_weights(self, engines: Sequence[Endpoint], transport: Choice, timeout_s: float) -> Any:
+    def connect_weights(self, engines: Sequence[SyncEndpoint], transport: Choice, timeout_s: float) -> Any:
         """Connects as ``WeightSender.connect`` does."""
         return self.weight_sender.connect(engines, transport, timeout_s)
 
@@ -104,11 +104,11 @@ class WeightReceiverMixin:
     def before_weights(self) -> None:
         """Prepares for new weights, which are about to come."""
 
-    def describe_weights(self) -> Endpoint:
+    def describe_weights(self) -> SyncEndpoint:
         """Describes this end as ``WeightReceiver.describe`` does."""
         return self.weight_receiver.describe()
 
-    def receive_weights(self, offer: Offer, rank: int) -> WeightSyncError | None:
+    def receive_weights(self, offer: WeightOffer, rank: int) -> WeightSyncError | None:
         """Receives weights as ``WeightReceiver.receive`` does."""
         return self.weight_receiver.receive(offer, rank)
 
@@ -133,7 +133,7 @@ async def open_weight_sync(
     """
 
     async def connect() -> Transport:
-        ends: Sequence[Endpoint] = await _answers(
+        ends: Sequence[SyncEndpoint] = await _answers(
             {rank: engine.call(WeightReceiverMixin.describe_weights) for rank, engine in enumerate(engines)}, timeout_s
         )
         connected = trainer.call(WeightSenderMixin.connect_weights, ends, transport, timeout_s)
@@ -141,7 +141,7 @@ async def open_weight_sync(
         (chosen,) = await _answers({None: connected}, timeout_s)
         return chosen
 
-    return await shielded(connect())
+    return await await_uncancelled(connect())
 
 
 async def sync_weights(
@@ -165,7 +165,7 @@ async def sync_weights(
     """
 
     async def sync() -> int:
-        offer: Offer
+        offer: WeightOffer
         (offer,) = await _answers({None: trainer.call(WeightSenderMixin.offer_weights, version)}, timeout_s)
         # The ends watch each other, and one that gives up may wait as long again for its connections to close; the
         # driver's own limit is for the case that all of them stand still.
@@ -176,7 +176,7 @@ async def sync_weights(
         await _answers(calls, limit_s, silence_s=2 * timeout_s)
         return offer.num_bytes
 
-    return await shielded(sync())
+    return await await_uncancelled(sync())
 
 
 async def _soon(group: RoleGroup[Any], call: Awaitable[Any]) -> Any:
@@ -219,7 +219,7 @@ async def _answers(calls: Calls, limit_s: float, *, silence_s: float = 0.0) -> l
 async def _answer(rank: int | None, call: Awaitable[Any]) -> Any:
     answer = await call
     if isinstance(answer, WeightSyncError):
-        raise at_rank(answer, rank)
+        raise with_rank(answer, rank)
     return answer
 
 
@@ -247,7 +247,7 @@ def _raise_best(errors: Sequence[tuple[int | None, BaseException]]) -> None:
             return 0
         if not isinstance(error, WeightSyncError):
             return 1
-        return 4 if isinstance(error, OtherEndFailed | WeightsUnusable) else 2 + isinstance(error, WeightSyncTimeout)
+        return 4 if isinstance(error, PeerFailed | WeightsUnusable) else 2 + isinstance(error, WeightSyncTimeout)
 
     rank, error = min(errors, key=says)
     if isinstance(error, WeightSyncError) or not isinstance(error, Exception):

@@ -31,7 +31,7 @@ def is_empty(answer: AnswerText) -> bool:
     return not (turn["content"].strip() or turn.get("tool_calls") or any(turn.get(name) for name in THOUGHTS))
 
 
-def is_learned(message: Message) -> bool:
+def has_loss(message: Message) -> bool:
     """Tells whether a message is an assistant's turn that carries loss."""
     return message["role"] == "assistant" and bool(message.get("train", True))
 
@@ -54,7 +54,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Document:
+class TextDocument:
     """Text of which every token is learned (language modelling)."""
 
     text: str
@@ -70,7 +70,7 @@ class Tokenised:
     place: str = ""
 
 
-Example: TypeAlias = Demonstration | Conversation | Document | Tokenised
+Example: TypeAlias = Demonstration | Conversation | TextDocument | Tokenised
 """What SFT learns from."""
 
 

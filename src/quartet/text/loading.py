@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from quartet.config.errors import UserError
-from quartet.config.nearest import missing_file
-from quartet.config.plugins import storage
+from quartet.config.nearest import missing_file_error
+from quartet.config.plugins import storage_for
 from quartet.config.strict import is_url
-from quartet.remote.hub import fetch, split_name
+from quartet.remote.hub import download_model, split_name
 
 OLDER_MODEL = "older_model"
 """In a ``run.json``: the run goes on to another length, and what it has exported is of the former one."""
@@ -27,7 +27,7 @@ def has_older_model(run: Path) -> bool:
     return marker.is_file() and bool(json.loads(marker.read_text(encoding="utf-8")).get(OLDER_MODEL))
 
 
-def local_or_hub(name: str | Path, what: str, part: str = "model") -> str:
+def resolve_model_directory(name: str | Path, what: str, part: str = "model") -> str:
     """Finds the directory that ``name`` stands for: a local one, or the cache's with a model of the hub, which is
     fetched.
 
@@ -39,17 +39,17 @@ def local_or_hub(name: str | Path, what: str, part: str = "model") -> str:
     Raises:
         UserError: a local path that does not exist, or a file; what the hub does not have or give.
     """
-    return local_directory(name, what, part) or str(fetch(str(name), weights=what != "tokenizer"))
+    return expand_local_path(name, what, part) or str(download_model(str(name), weights=what != "tokenizer"))
 
 
-def local_directory(name: str | Path, what: str, part: str = "model") -> str | None:
+def expand_local_path(name: str | Path, what: str, part: str = "model") -> str | None:
     """Returns ``name`` with ``~`` expanded where it is a path, of a run the model that it has exported, of a URL the
     copy on this machine; None of names of the hub.
 
     Raises:
         UserError: a local path that does not exist, or a file; a URL that cannot be read.
     """
-    text = str(storage(str(name)).local_copy() if is_url(name) else name)
+    text = str(storage_for(str(name)).local_copy() if is_url(name) else name)
     path = Path(text).expanduser()
     if path.is_dir():
         exported = path / part
@@ -88,11 +88,11 @@ def local_directory(name: str | Path, what: str, part: str = "model") -> str | N
     text = directory
     is_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith("/") or "\\" in text
     if is_path:
-        raise missing_file(f"there is no {what} directory here", path)
+        raise missing_file_error(f"there is no {what} directory here", path)
     return None
 
 
-def needs_own_code(error: BaseException, name: str) -> UserError | None:
+def custom_code_error(error: BaseException, name: str) -> UserError | None:
     """Returns the error for a model or tokenizer that brings its own code, where ``error`` is transformers' refusal of
     it.
     """
@@ -106,17 +106,17 @@ def needs_own_code(error: BaseException, name: str) -> UserError | None:
     )
 
 
-def brings_code(value: object) -> bool:
+def has_custom_code(value: object) -> bool:
     """Tells whether a model or tokenizer is of a class of its own: from its directory, which was trusted when it was
     loaded, or from Python code that registered it to be saved with its models.
     """
     return type(value).__module__.startswith("transformers_modules") or getattr(value, "_auto_class", None) is not None
 
 
-def drop_unused_code(file: Path, *saved: object) -> None:
+def drop_unused_auto_map(file: Path, *saved: object) -> None:
     """Takes the code that a config names (``auto_map``) out of it, where none of what was ``saved`` is of such code:
     transformers carries it from directory to directory, also where nobody has trusted it."""
-    if any(map(brings_code, saved)):
+    if any(map(has_custom_code, saved)):
         return
     values = json.loads(file.read_text(encoding="utf-8"))
     if values.pop("auto_map", None) is not None:
@@ -127,7 +127,7 @@ PAD_TOKEN = "<|quartet_pad|>"
 """Added to the tokenizers of saved reward models and critics that have no pad token for padding alone."""
 
 
-def reads_the_same(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+def have_same_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
     """Tells whether ids of the one are ids of the other; a pad token that saving added does not count."""
     vocabularies = [{t: i for t, i in each.get_vocab().items() if t != PAD_TOKEN} for each in (tokenizer, other)]
     return vocabularies[0] == vocabularies[1]
@@ -146,7 +146,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     Raises:
         UserError: no such directory, no tokenizer in it, one that cannot be read, or a hub name that cannot be fetched.
     """
-    source = local_or_hub(path, "tokenizer")
+    source = resolve_model_directory(path, "tokenizer")
     tokenizer = _read_tokenizer(AutoTokenizer, source, trust_remote_code=trust_remote_code)
     own = set(type(tokenizer).vocab_files_names.values())
     # Without files some classes come with a vocabulary of their special tokens alone; a few (bytes) need none.
@@ -170,7 +170,7 @@ def _read(read: Callable[[], Any], source: str) -> Any:
         return read()
     # The tokenizers library raises plain exceptions, transformers whatever a broken file leads it to.
     except Exception as error:
-        if (refused := needs_own_code(error, source)) is not None:
+        if (refused := custom_code_error(error, source)) is not None:
             raise refused from None
         raise UserError(
             "the tokenizer cannot be loaded",
@@ -214,7 +214,7 @@ def _as_its_file(tokenizer: PreTrainedTokenizerBase, file: Path, source: str) ->
         UserError: the file cannot be followed either way.
     """
     theirs: Tokenizer = _read(partial(Tokenizer.from_file, str(file)), source)
-    if differing_text(tokenizer, theirs) is None:
+    if find_tokenizer_difference(tokenizer, theirs) is None:
         return tokenizer
     known = theirs.get_vocab()
     bare = _read_tokenizer(PreTrainedTokenizerFast, source)
@@ -224,7 +224,7 @@ def _as_its_file(tokenizer: PreTrainedTokenizerBase, file: Path, source: str) ->
         if getattr(bare, name) is None and (token := getattr(tokenizer, name)) in known
     }
     plain = _read_tokenizer(PreTrainedTokenizerFast, source, **lost)
-    if (text := differing_text(plain, theirs)) is not None:
+    if (text := find_tokenizer_difference(plain, theirs)) is not None:
         raise UserError(
             "the tokenizer does not do what its tokenizer.json says",
             found=f"{source}: {text!r} becomes {_ids(plain, text)[:8]}, by the file {_ids(theirs, text)[:8]}",
@@ -233,7 +233,9 @@ def _as_its_file(tokenizer: PreTrainedTokenizerBase, file: Path, source: str) ->
     return plain
 
 
-def differing_text(tokenizer: PreTrainedTokenizerBase, other: Tokenizer | PreTrainedTokenizerBase) -> str | None:
+def find_tokenizer_difference(
+    tokenizer: PreTrainedTokenizerBase, other: Tokenizer | PreTrainedTokenizerBase
+) -> str | None:
     """Finds the first probe text of which the two make different ids, with or without what they put around
     it, or None.
     """
@@ -274,18 +276,18 @@ def save_tokenizer(
     """
     tokenizer.save_pretrained(directory)
     settings = directory / "tokenizer_config.json"
-    drop_unused_code(settings, tokenizer)
+    drop_unused_auto_map(settings, tokenizer)
     read = partial(AutoTokenizer.from_pretrained, directory, trust_remote_code=trust_remote_code)
-    if brings_code(tokenizer) or differing_text(tokenizer, read()) is None:
+    if has_custom_code(tokenizer) or find_tokenizer_difference(tokenizer, read()) is None:
         return None
     # Its class has rules of its own, which this object does not follow: the file alone says them.
     values = {**json.loads(settings.read_text(encoding="utf-8")), "tokenizer_class": PreTrainedTokenizerFast.__name__}
     settings.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     auto = read()
-    if (text := differing_text(tokenizer, auto)) is None:
+    if (text := find_tokenizer_difference(tokenizer, auto)) is None:
         return None
     reloaded = PreTrainedTokenizerFast.from_pretrained(directory)
-    if differing_text(tokenizer, reloaded) is not None:
+    if find_tokenizer_difference(tokenizer, reloaded) is not None:
         raise UserError(
             "the tokenizer cannot be saved as it is",
             found=f"{text!r} is {_ids(tokenizer, text)[:8]}, and {_ids(reloaded, text)[:8]} reloaded from {directory}",
@@ -302,7 +304,7 @@ def load_generation_config(path: str | Path) -> GenerationConfig | None:
 
     A model directory may hold only ``config.json``; its end-of-text ids are read from there then.
     """
-    source = local_or_hub(path, "model")
+    source = resolve_model_directory(path, "model")
     for name in ("generation_config.json", "config.json"):
         if not (Path(source) / name).is_file():
             continue

@@ -23,14 +23,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from quartet.config.errors import UserError
-from quartet.config.nearest import missing_file
-from quartet.text.examples import Message, Messages, is_learned
+from quartet.config.nearest import missing_file_error
+from quartet.text.examples import Message, Messages, has_loss
 
 MARKS = re.compile(r"\{%-?\s*generation\b")
 """In a template that says itself which tokens are the assistant's."""
 
 
-def template_of(tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None) -> str:
+def get_chat_template(tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None) -> str:
     """Returns the tokenizer's chat template; of several the one for conversations with ``tools``.
 
     Raises:
@@ -52,19 +52,19 @@ def _no_template(tokenizer: PreTrainedTokenizerBase, found: str) -> UserError:
     )
 
 
-def not_jinja(error: TemplateSyntaxError, whose: str) -> UserError:
+def template_error(error: TemplateSyntaxError, whose: str) -> UserError:
     """Makes the error for a template that is no program."""
     found = f"{whose}, line {error.lineno}: {error.message}"
     return UserError("the chat template is not valid Jinja", found=found, remedy="mend that line")
 
 
-def tools_of(messages: Messages) -> list[dict[str, Any]] | None:
+def conversation_tools(messages: Messages) -> list[dict[str, Any]] | None:
     """Returns the tools of a conversation, which stand in its first message; None where it has none."""
     tools = messages[0].get("tools") if messages else None
     return tools if isinstance(tools, list) and tools else None
 
 
-def render(
+def render_messages(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
     *,
@@ -79,7 +79,7 @@ def render(
     Raises:
         UserError: no template, or one that refuses these messages (some know no system role).
     """
-    template_of(tokenizer, tools_of(messages))
+    get_chat_template(tokenizer, conversation_tools(messages))
     options = {**(variables or {}), "tokenize": False, "add_generation_prompt": generation_prompt}
     return str(_applied(tokenizer, messages, **options))
 
@@ -99,13 +99,13 @@ def _with_objects(message: Message) -> Message:
 
 def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
     messages = [_with_objects(message) for message in messages]
-    if (tools := tools_of(messages)) is not None:
+    if (tools := conversation_tools(messages)) is not None:
         first = {name: value for name, value in messages[0].items() if name != "tools"}
         messages, options = [first, *messages[1:]], {**options, "tools": tools}
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except TemplateSyntaxError as error:
-        raise not_jinja(error, tokenizer.name_or_path or "the tokenizer's own") from error
+        raise template_error(error, tokenizer.name_or_path or "the tokenizer's own") from error
     except Exception as error:  # a template is a program
         # Its own refusal as it stands, an accident with its kind.
         is_refusal = isinstance(error, TemplateError | ValueError)
@@ -119,7 +119,7 @@ def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: 
         ) from error
 
 
-def continuation(head: str, whole: str, what: str, where: str) -> str:
+def text_after(head: str, whole: str, what: str, where: str) -> str:
     """Returns what ``whole`` adds to ``head``.
 
     Raises:
@@ -135,7 +135,9 @@ def continuation(head: str, whole: str, what: str, where: str) -> str:
     )
 
 
-def marked_by_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[bool]]:
+def encode_with_generation_marks(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages
+) -> tuple[list[int], list[bool]]:
     """Returns the ids and assistant mask from the template's own ``{% generation %}`` marks.
 
     Raises:
@@ -149,7 +151,7 @@ def marked_by_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -
             found=f"roles {[message['role'] for message in messages]}",
             remedy="put the assistant's content between {% generation %} and {% endgeneration %}",
         )
-    turns = [is_learned(message) for message in messages if message["role"] == "assistant"]
+    turns = [has_loss(message) for message in messages if message["role"] == "assistant"]
     stretches = [list(run) for is_marked, run in groupby(range(len(mask)), mask.__getitem__) if is_marked]
     if not all(turns) and len(turns) != len(stretches):
         raise UserError(
@@ -168,7 +170,7 @@ def until_last_learned(messages: Messages) -> Messages:
     Raises:
         UserError: there is none behind another turn.
     """
-    last = max((k for k, message in enumerate(messages) if is_learned(message)), default=-1)
+    last = max((k for k, message in enumerate(messages) if has_loss(message)), default=-1)
     if last < 1:
         raise UserError(
             "the conversation has nothing to learn from",
@@ -194,7 +196,7 @@ def with_template(
     found = copy.deepcopy(tokenizer)
     if file is not None:
         found.chat_template = _read(Path(file).expanduser())
-    template_of(found)
+    get_chat_template(found)
     own: Any = found.chat_template
     named = own if isinstance(own, dict) else {"": own}
     given = {name: _with_defaults(template, variables) for name, template in named.items()}
@@ -204,7 +206,7 @@ def with_template(
 
 def _read(path: Path) -> str:
     if not path.is_file():
-        raise missing_file("there is no such chat template", path)
+        raise missing_file_error("there is no such chat template", path)
     try:
         template = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -216,7 +218,7 @@ def _read(path: Path) -> str:
     try:
         free_variables(template)
     except TemplateSyntaxError as error:
-        raise not_jinja(error, str(path)) from None
+        raise template_error(error, str(path)) from None
     return template
 
 

@@ -25,13 +25,13 @@ from quartet.text import templates
 from quartet.text.examples import (
     AnswerText,
     Conversation,
-    Document,
     Example,
     Messages,
     PromptText,
+    TextDocument,
     Tokenised,
     answer_turn,
-    is_learned,
+    has_loss,
 )
 from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
 from quartet.text.templates import with_template
@@ -177,7 +177,7 @@ class TextCodec:
             return prompt_ids, [*self._continue(prompt_ids, self._encode_text, prompt, completion), self.eos_id]
         head = self.render(prompt)
         whole = self.render([*prompt, answer_turn(completion)], generation_prompt=False)
-        text = templates.continuation(head, whole, "the conversation with its answer", "the prompt")
+        text = templates.text_after(head, whole, "the conversation with its answer", "the prompt")
         return prompt_ids, self._end(self._continue(prompt_ids, self._plain, head, text))
 
     def encode_continuation(self, text: str) -> list[int]:
@@ -199,7 +199,7 @@ class TextCodec:
         """
         if isinstance(example, Conversation):
             return self.encode_conversation(example.messages)
-        if isinstance(example, Document):
+        if isinstance(example, TextDocument):
             ids = self._encode_text(example.text)
             if ids and ids[-1] not in self.eos_ids:
                 ids = [*ids, self.eos_id]
@@ -233,8 +233,8 @@ class TextCodec:
                 when a turn is added.
         """
         messages = templates.until_last_learned(messages)
-        if templates.MARKS.search(templates.template_of(self.tokenizer, templates.tools_of(messages))):
-            ids, mask = templates.marked_by_template(self.tokenizer, messages)
+        if templates.MARKS.search(templates.get_chat_template(self.tokenizer, templates.conversation_tools(messages))):
+            ids, mask = templates.encode_with_generation_marks(self.tokenizer, messages)
         else:
             ids, mask = self._turn_by_turn(messages)
         if True not in mask:  # cut off before the answer, see ``limited``
@@ -250,7 +250,9 @@ class TextCodec:
         self, messages: Messages, *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
         """Writes messages as the chat template does."""
-        return templates.render(self.tokenizer, messages, generation_prompt=generation_prompt, variables=variables)
+        return templates.render_messages(
+            self.tokenizer, messages, generation_prompt=generation_prompt, variables=variables
+        )
 
     # Decoding --------------------------------------------------------------------------------------------
 
@@ -417,13 +419,13 @@ class TextCodec:
             if message["role"] != "assistant" or k == 0:
                 continue
             head = self.render(messages[:k])
-            between = templates.continuation(text, head, f"the text before turn {k + 1}", "the turns before")
+            between = templates.text_after(text, head, f"the text before turn {k + 1}", "the turns before")
             whole = self.render(messages[: k + 1], generation_prompt=False)
-            turn = templates.continuation(head, whole, f"turn {k + 1}", "the generation prompt")
+            turn = templates.text_after(head, whole, f"turn {k + 1}", "the generation prompt")
             lead = self._continue(ids, self._plain, text, between) if ids else self._plain(between)
             ids, mask = ids + lead, mask + [False] * len(lead)
             answer = self._continue(ids, self._plain, head, turn)
             stop = next((n + 1 for n, token in enumerate(answer) if token in self.eos_ids), len(answer))
-            ids, mask = ids + answer, mask + [is_learned(message)] * stop + [False] * (len(answer) - stop)
+            ids, mask = ids + answer, mask + [has_loss(message)] * stop + [False] * (len(answer) - stop)
             text = whole
         return ids, mask

@@ -46,10 +46,10 @@ from torch.distributed.tensor import DTensor
 
 from quartet.config import UserError
 from quartet.config.errors import read_error, write_error
-from quartet.observe.files import FileDigest, digest_file, digested_file, seal, sync_directory, unseal
+from quartet.observe.files import FileDigest, digest_file, digested_file, fsync_directory, seal_json, unseal_json
 from quartet.observe.memory import copy_fits
 from quartet.train.parallel.tensors import is_first_holder, local, local_slices
-from quartet.train.state import REST, Shape, reading, snapshot, state_bytes
+from quartet.train.state import REST, Shape, copy_to_host, naming_state_errors, state_bytes
 
 NAME, METADATA = "manifest.json", ".metadata"
 """Names of the manifest, and of what every share has."""
@@ -82,7 +82,7 @@ def checkpoint_path(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
-def path_of_draft(draft: Path) -> Path:
+def final_checkpoint_path(draft: Path) -> Path:
     """Returns where a draft goes when it is complete."""
     return checkpoint_path(draft.parent, int(draft.name.removeprefix(_DRAFT).partition("_")[0]))
 
@@ -122,7 +122,7 @@ def complete_checkpoint(
     Raises:
         UserError: the disk is full or not writable, or a share is not there; older checkpoints are untouched.
     """
-    final = path_of_draft(draft)
+    final = final_checkpoint_path(draft)
     root, step = final.parent, int(final.name.removeprefix("step_"))
     try:
         joined = {role: join_metadata(draft / role, share) for role, share in shares.items()}
@@ -133,28 +133,28 @@ def complete_checkpoint(
         manifest = CheckpointManifest(step=step, shares=list(shares), files=files)
         manifest.check_names(draft)
         manifest.write(draft / NAME)
-        sync_directory(draft)
+        fsync_directory(draft)
         former = _set_aside(final) if os.path.lexists(final) else None
         os.replace(draft, final)
-        sync_directory(root)
+        fsync_directory(root)
         if former is not None:
-            discard(former)
-    except Damage as error:
-        discard(draft)
+            delete_path(former)
+    except CheckpointDamage as error:
+        delete_path(draft)
         raise UserError(
             f"checkpoint {final} is not what the workers have written",
             found=str(error),
             remedy="put output_dir on storage that all machines share",
         ) from error
     except OSError as error:
-        discard(draft)
+        delete_path(draft)
         raise write_error(final, error, what="checkpoint ") from error
-    prune(root, keep)
+    prune_checkpoints(root, keep)
     _remove(root, f"{_DAMAGED}*")
     return final
 
 
-def prune(root: Path, keep: int) -> None:
+def prune_checkpoints(root: Path, keep: int) -> None:
     """Deletes half-written checkpoints and all that are older than the newest ``keep`` good ones.
 
     What is damaged counts as none: it goes only when enough good ones are newer.
@@ -167,15 +167,15 @@ def prune(root: Path, keep: int) -> None:
         for step in claimed_steps(root):
             if step < good[-keep]:
                 with contextlib.suppress(OSError):  # What cannot be deleted stays, and the next save tries again.
-                    discard(_set_aside(checkpoint_path(root, step)))
+                    delete_path(_set_aside(checkpoint_path(root, step)))
 
 
-def set_aside_after(root: Path, step: int) -> None:
+def set_aside_checkpoints_after(root: Path, step: int) -> None:
     """Renames checkpoints after ``step``, which were passed over: a run that goes on from there writes them anew."""
     for later in claimed_steps(root):
         if later > step:
             path = checkpoint_path(root, later)
-            discard(path.with_name(_DAMAGED + path.name))
+            delete_path(path.with_name(_DAMAGED + path.name))
             os.replace(path, path.with_name(_DAMAGED + path.name))
 
 
@@ -185,7 +185,7 @@ def set_aside_after(root: Path, step: int) -> None:
 def claimed_steps(root: Path) -> list[int]:
     """Returns the steps of everything that has a checkpoint's name, good or not, ascending."""
     names = os.listdir(root) if root.is_dir() else []
-    steps = (step_of(Path(name)) for name in names)
+    steps = (checkpoint_step(Path(name)) for name in names)
     return sorted(step for step in steps if step is not None and checkpoint_path(root, step).name in names)
 
 
@@ -195,7 +195,7 @@ def list_checkpoints(root: Path) -> list[int]:
     """
     found = []
     for step in claimed_steps(root):
-        with contextlib.suppress(Damage, OSError):
+        with contextlib.suppress(CheckpointDamage, OSError):
             _check_names(root, step)
             found.append(step)
     return found
@@ -221,7 +221,7 @@ def newest_checkpoint(
                 found = _load(root, step, accept)
             except PermissionError:
                 raise  # is no damage: who may read it gets on without losing a step
-            except (Damage, OSError) as error:
+            except (CheckpointDamage, OSError) as error:
                 damaged.append(f"{checkpoint_path(root, step).name}: {_said(error)}")
             else:
                 used = checkpoint_path(root, step).name
@@ -247,7 +247,7 @@ def find_checkpoint(root: Path, step: int | None) -> Checkpoint:
     damage = "there is none"
     try:
         found = newest_checkpoint(root) if step is None else _load(root, step, lambda names, info: None)
-    except (Damage, OSError) as error:
+    except (CheckpointDamage, OSError) as error:
         found, damage = None, _said(error)
     if found is None:
         raise UserError(
@@ -258,20 +258,20 @@ def find_checkpoint(root: Path, step: int | None) -> Checkpoint:
     return found
 
 
-def step_of(path: Path) -> int | None:
+def checkpoint_step(path: Path) -> int | None:
     """Returns the step of a path that is named as a checkpoint is, None of others."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def _load(root: Path, step: int, accept: Callable[[Collection[str], Mapping[str, Any]], str | None]) -> Checkpoint:
-    """Raises ``Damage`` and OSError; nothing is unpickled before everything is checked."""
+    """Raises ``CheckpointDamage`` and OSError; nothing is unpickled before everything is checked."""
     path = checkpoint_path(root, step)
     manifest = _check_names(root, step)
     manifest.check_content(path)
     info = _read_info(path, step)
     if reason := accept(manifest.shares, info):
-        raise Damage(reason)
+        raise CheckpointDamage(reason)
     return Checkpoint(path, step, info)
 
 
@@ -279,11 +279,11 @@ def _check_names(root: Path, step: int) -> CheckpointManifest:
     """Reads the manifest, and checks that it agrees with the names and sizes that are there."""
     path = checkpoint_path(root, step)
     if not (path / NAME).is_file():
-        raise Damage(f"{NAME} is missing")
+        raise CheckpointDamage(f"{NAME} is missing")
     manifest = CheckpointManifest.read(path / NAME)
     manifest.check_names(path)
     if manifest.step != step:
-        raise Damage(f"{NAME} says step {manifest.step}")
+        raise CheckpointDamage(f"{NAME} says step {manifest.step}")
     return manifest
 
 
@@ -291,13 +291,13 @@ def _read_info(path: Path, step: int) -> dict[str, Any]:
     try:
         info: Any = json.loads((path / "info.json").read_bytes())
     except (ValueError, RecursionError) as error:
-        raise Damage(f"info.json is no JSON text ({str(error)[:100]})") from error
+        raise CheckpointDamage(f"info.json is no JSON text ({str(error)[:100]})") from error
     if not isinstance(info, dict) or info.get("step") != step:
-        raise Damage(f"info.json does not say step {step}")
+        raise CheckpointDamage(f"info.json does not say step {step}")
     return info
 
 
-def _said(error: Damage | OSError) -> str:
+def _said(error: CheckpointDamage | OSError) -> str:
     if isinstance(error, OSError):
         return f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})"
     return str(error)
@@ -315,10 +315,10 @@ def _set_aside(checkpoint: Path) -> Path:
 
 def _remove(root: Path, pattern: str) -> None:
     for path in root.glob(pattern):
-        discard(path)
+        delete_path(path)
 
 
-def discard(path: Path) -> None:
+def delete_path(path: Path) -> None:
     """Deletes whatever it is; what cannot be deleted stays, and the next save tries again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -330,7 +330,7 @@ def discard(path: Path) -> None:
 # The manifest ----------------------------------------------------------------------------------------------
 
 
-class Damage(Exception):
+class CheckpointDamage(Exception):
     """A checkpoint is not as it was written; the text says in what, and names the file."""
 
 
@@ -350,15 +350,15 @@ class CheckpointManifest(BaseModel):
     def write(self, path: Path) -> None:
         """Writes the manifest into the file ``path``, synced."""
         with digested_file(path) as file:
-            file.write(seal(self.model_dump()))
+            file.write(seal_json(self.model_dump()))
 
     @classmethod
     def read(cls, path: Path) -> CheckpointManifest:
-        """Raises ``Damage`` for anything but what ``write`` has written, OSError where it cannot be read."""
+        """Raises ``CheckpointDamage`` for anything but what ``write`` has written, OSError where it cannot be read."""
         try:
-            return cls.model_validate_json(json.dumps(unseal(path.read_bytes())))
+            return cls.model_validate_json(json.dumps(unseal_json(path.read_bytes())))
         except ValueError as error:  # pydantic's, too
-            raise Damage(f"{NAME} is damaged, or not one of this version ({str(error)[:200]})") from error
+            raise CheckpointDamage(f"{NAME} is damaged, or not one of this version ({str(error)[:200]})") from error
 
     def check_names(self, directory: Path) -> None:
         """Compares names and sizes; opens no file.
@@ -366,12 +366,12 @@ class CheckpointManifest(BaseModel):
         Raises:
             Damage: a file is missing, was added, or is of another size.
         """
-        found, named = sizes(directory), {name: digest.bytes for name, digest in self.files.items()}
+        found, named = file_sizes(directory), {name: digest.bytes for name, digest in self.files.items()}
         found.pop(NAME, None)
         if differing := sorted(name for name in found.keys() | named.keys() if found.get(name) != named.get(name)):
             name = differing[0]
             there, wanted = (f"{of[name]:,} bytes" if name in of else "nothing" for of in (found, named))
-            raise Damage(f"{name} has {there} instead of {wanted}")
+            raise CheckpointDamage(f"{name} has {there} instead of {wanted}")
 
     def check_content(self, directory: Path) -> None:
         """Reads every file once and compares the digests; call ``check_names`` before.
@@ -381,10 +381,10 @@ class CheckpointManifest(BaseModel):
         """
         for name, digest in self.files.items():
             if digest_file(directory / name) != digest:
-                raise Damage(f"the content of {name} is not what was written (SHA-256)")
+                raise CheckpointDamage(f"the content of {name} is not what was written (SHA-256)")
 
 
-def sizes(directory: Path) -> dict[str, int]:
+def file_sizes(directory: Path) -> dict[str, int]:
     """Returns the size in bytes of every file in ``directory`` by its path inside.
 
     Raises:
@@ -426,7 +426,7 @@ class ShareWriter:
         if self._written is not None:
             wait([self._written])
         self._directory, self._written = directory, None
-        state = own_part(state, rank)
+        state = rank_share(state, rank)
         # The ranks of one machine make their copies at the same time.
         num_copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if not (background and copy_fits(num_copies * state_bytes(state))):
@@ -437,7 +437,7 @@ class ShareWriter:
         # An interpreter that ends waits for the file being written. The thread ends with it, so that no idle one keeps
         # its OpenMP threads.
         writer = ThreadPoolExecutor(1, thread_name_prefix="quartet-share")
-        self._written = writer.submit(_write, directory, snapshot(state), rank)
+        self._written = writer.submit(_write, directory, copy_to_host(state), rank)
         writer.shutdown(wait=False)
 
     def finish(self, directory: Path) -> dict[str, FileDigest] | None:
@@ -453,7 +453,7 @@ class ShareWriter:
         return self._written.result() if self._written.done() else None
 
 
-def own_part(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def rank_share(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Returns what ``rank`` writes: of sharded tensors what it is the first to hold, and rank 0 everything else."""
     return {n: v for n, v in state.items() if (is_first_holder(v) if isinstance(v, DTensor) else rank == 0)}
 
@@ -462,14 +462,14 @@ def _write(directory: Path, state: Mapping[str, Any], rank: int) -> dict[str, Fi
     try:
         return write_share(directory, state, rank)
     except (OSError, RuntimeError) as error:
-        raise write_error(path_of_draft(directory.parent), error, what="checkpoint ") from error
+        raise write_error(final_checkpoint_path(directory.parent), error, what="checkpoint ") from error
 
 
 def write_share(directory: Path, state: Mapping[str, Any], rank: int = 0) -> dict[str, FileDigest]:
     """Writes one rank's files of a share, synced; tensors go from where they are to the disk one by one.
 
     Args:
-        state: as ``own_part`` gives it.
+        state: as ``rank_share`` gives it.
 
     Returns:
         Digests by the files' names in ``directory``, made while they were written.
@@ -478,7 +478,7 @@ def write_share(directory: Path, state: Mapping[str, Any], rank: int = 0) -> dic
     with _cause_raised():
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.save({n: _Part.of(v) for n, v in state.items()}, storage_writer=writer, planner=planner, no_dist=True)
-    sync_directory(directory)
+    fsync_directory(directory)
     return writer.fs.digests
 
 
@@ -553,7 +553,7 @@ class _Part(Tensor):
 # Shares: reading -------------------------------------------------------------------------------------------
 
 
-class Share:
+class CheckpointShare:
     """One share on disk, whose digests were compared already.
 
     Attributes:
@@ -565,7 +565,7 @@ class Share:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        with reading(self._directory):
+        with naming_state_errors(self._directory):
             self._reader = _Reader(directory)
             found = self._reader.read_metadata().state_dict_metadata
         self.shapes: dict[str, Shape] = {
@@ -591,7 +591,7 @@ class Share:
 
     def _load(self, state: dict[str, Any]) -> dict[str, Any]:
         planner = _PlainLoadPlanner()
-        with reading(self._directory), _cause_raised():
+        with naming_state_errors(self._directory), _cause_raised():
             dcp.load(state, storage_reader=self._reader, planner=planner, no_dist=True)
         return planner.values
 
@@ -656,7 +656,7 @@ def join_metadata(directory: Path, files: Mapping[str, FileDigest]) -> dict[str,
         return dict(files)
     for name in (METADATA, *of_ranks):  # another machine has written it: unpickled as it was written, or not at all
         if digest_file(directory / name) != files[name]:
-            raise Damage(f"{directory.name}/{name} is not what its rank has written")
+            raise CheckpointDamage(f"{directory.name}/{name} is not what its rank has written")
     whole = load_metadata(directory / METADATA)
     entries: dict[str, Any] = whole.state_dict_metadata
     for name in of_ranks:
@@ -671,7 +671,7 @@ def join_metadata(directory: Path, files: Mapping[str, FileDigest]) -> dict[str,
         if isinstance(entry, formats.TensorStorageMetadata):
             there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if there != math.prod(entry.size):
-                raise Damage(
+                raise CheckpointDamage(
                     f"of {directory.name}'s {tensor} {there:,} numbers are there, of {math.prod(entry.size):,}"
                 )
     (directory / METADATA).unlink()

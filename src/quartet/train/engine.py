@@ -21,14 +21,22 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quartet.batch.ragged import ColumnSet, RaggedBatch, sent
-from quartet.cluster.dispatch import Share, merge_results, shares_of, table_of
+from quartet.batch.ragged import ColumnSet, RaggedBatch, to_device_async
+from quartet.cluster.dispatch import BatchShare, merge_results, segment_table, split_table
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.memory import drop_derived
 from quartet.models.packed_model import CompiledLayers, PackedModel
-from quartet.train.forward import Needs, Outputs, compute, count_useful, forward_only, idle_pass, shares
+from quartet.train.forward import (
+    ForwardNeeds,
+    ForwardOutputs,
+    count_useful_work,
+    forward_only,
+    forward_packed,
+    idle_pass,
+    shares_prefixes,
+)
 from quartet.train.metrics import MetricSums
-from quartet.train.offload import PARTS, Offload, OffloadPart, Store
+from quartet.train.offload import PARTS, Offload, OffloadPart, OffloadStore
 from quartet.train.parallel.exchange import RankExchange
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.gradients import clip_sharded_gradients
@@ -38,11 +46,11 @@ from quartet.train.state import (
     OPTIMIZER,
     REST,
     Shape,
-    check_fit,
+    check_state_fits,
     make_optimizer_tensors,
     model_tensors,
     optimizer_tensors,
-    shapes_of,
+    tensor_shapes,
 )
 from quartet.train.token_budget import TokenBudget
 
@@ -97,7 +105,7 @@ class Objective(Protocol):
     """A loss over a batch, in parts that add up."""
 
     @property
-    def needs(self) -> Needs: ...
+    def needs(self) -> ForwardNeeds: ...
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
         """Returns the sequences that must stay in one micro-batch; each alone where nothing else is said."""
@@ -106,7 +114,7 @@ class Objective(Protocol):
     def denominators(self, batch: RaggedBatch) -> Any:
         """Computes global denominators of the whole batch: a number, or a dataclass of numbers and tensors."""
 
-    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: Any, sums: MetricSums) -> Tensor:
+    def loss(self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: Any, sums: MetricSums) -> Tensor:
         """Computes this micro-batch's part of the loss (scalar); adds its metrics to ``sums``."""
 
 
@@ -181,8 +189,9 @@ class TrainEngine(Generic[Model]):
 
     # Forward ---------------------------------------------------------------------------------------------
 
-    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        """Makes a forward-only pass over ``batch``; fields as in ``Outputs``, without gradients, where ``batch`` lies.
+    def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
+        """Makes a forward-only pass over ``batch``; fields as in ``ForwardOutputs``, without gradients, where ``batch``
+        lies.
 
         Raises:
             RuntimeError: the parameters are offloaded.
@@ -206,10 +215,10 @@ class TrainEngine(Generic[Model]):
         if self._exchange is None:
             return [(batch, forward(batch)) for batch in batches]
         mesh, own = self._exchange.root.mesh, []
-        plans: list[tuple[RaggedBatch, list[Share], RaggedBatch]] = []
+        plans: list[tuple[RaggedBatch, list[BatchShare], RaggedBatch]] = []
         for batch in batches:
-            table = table_of(batch)
-            plans.append((batch, shares_of(table, mesh.num_data_ranks), table))
+            table = segment_table(batch)
+            plans.append((batch, split_table(table, mesh.num_data_ranks), table))
             own.append(forward(batch.select(plans[-1][1][mesh.data_rank].positions)))
         of_ranks = self._exchange.data.gather(own if mesh.is_first_peer else [])[mesh.first_peers]
         by_batch = zip(plans, zip(*of_ranks, strict=True), strict=True)
@@ -264,7 +273,7 @@ class TrainEngine(Generic[Model]):
             metrics = {**self._accumulate(terms).results(), **self._optimizer_step(rehearsal)}
         if self._root is None or self._root.mesh.data.rank == 0:  # every rank has the whole batch
             for term in terms:
-                count_useful(self.packed, term.batch, term.objective.needs, gradients=True)
+                count_useful_work(self.packed, term.batch, term.objective.needs, gradients=True)
         return metrics
 
     def _optimizer_step(self, rehearsal: bool) -> dict[str, float]:
@@ -290,7 +299,7 @@ class TrainEngine(Generic[Model]):
         """Computes the gradients of all terms, and their metrics; those of all ranks together where there
         are several.
         """
-        device, share = self.packed.device, shares(self.packed, self.config.share_prefixes)
+        device, share = self.packed.device, shares_prefixes(self.packed, self.config.share_prefixes)
         # Batches stay on the host, where tokens are counted and packs laid out without waiting for the device.
         denominators = [_on(device, term.objective.denominators(term.batch)) for term in terms]
         batches = [(term.batch, term.objective.atoms(term.batch)) for term in terms]
@@ -326,14 +335,16 @@ class TrainEngine(Generic[Model]):
         config, objective, root, batch = self.config, term.objective, self._root, term.batch.select(indices)
         # The backward within, too: with activation checkpointing it computes layers again.
         with self._compiled():
-            outputs = compute(self.packed, batch, objective.needs, config.logprob_chunk, share=config.share_prefixes)
+            outputs = forward_packed(
+                self.packed, batch, objective.needs, config.logprob_chunk, share=config.share_prefixes
+            )
             loss = objective.loss(outputs, batch.to(self.packed.device), denominators, sums) * term.weight
             if root is not None and not loss.requires_grad:
                 loss = outputs.nothing()
             if loss.requires_grad:
                 loss.backward()
 
-    def _idle_part(self, needs: Needs) -> None:
+    def _idle_part(self, needs: ForwardNeeds) -> None:
         with self._compiled():
             idle_pass(self.packed, needs, self.config.logprob_chunk).nothing().backward()
 
@@ -379,12 +390,14 @@ class TrainEngine(Generic[Model]):
         if adapters is not None:
             adapters.check_base(rest)
         remedy = "give the model that the run began with, with the same adapters if any, or choose another output_dir"
-        check_fit(
-            shapes_of(self._model_tensors()), {n: s for n, s in saved.items() if not n.startswith(OPTIMIZER)}, remedy
+        check_state_fits(
+            tensor_shapes(self._model_tensors()),
+            {n: s for n, s in saved.items() if not n.startswith(OPTIMIZER)},
+            remedy,
         )
         make_optimizer_tensors(self.optimizer, self.trained, saved)
         live = {**self._model_tensors(), **optimizer_tensors(self.optimizer, self.trained)}
-        check_fit(shapes_of(live), saved, remedy)
+        check_state_fits(tensor_shapes(live), saved, remedy)
         yield live
         for group, values in zip(self.optimizer.param_groups, rest["groups"], strict=True):
             group.update(values)
@@ -413,7 +426,7 @@ class TrainEngine(Generic[Model]):
 
     # Room on the device ----------------------------------------------------------------------------------
 
-    def offloading(self, store: Store | None = None) -> Offload:
+    def offloading(self, store: OffloadStore | None = None) -> Offload:
         """Returns what moves this engine's parts; made by the first call, which says where they go."""
         if self._offload is None:
             assert store is not None, "the first call gives the store"
@@ -430,4 +443,4 @@ def _on(device: torch.device, denominators: Any) -> Any:
     if not is_dataclass(denominators) or isinstance(denominators, type):
         return denominators
     values = {field.name: getattr(denominators, field.name) for field in fields(denominators)}
-    return replace(denominators, **{n: sent(v, device) for n, v in values.items() if isinstance(v, Tensor)})
+    return replace(denominators, **{n: to_device_async(v, device) for n, v in values.items() if isinstance(v, Tensor)})

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.batch.ragged import ColumnSet, RaggedBatch, sent
-from quartet.models.logprobs import Limits
+from quartet.batch.ragged import ColumnSet, RaggedBatch, to_device_async
+from quartet.models.logprobs import SamplingLimits
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import pack
 from quartet.models.work import attended_pairs
@@ -25,7 +25,7 @@ from quartet.train.token_budget import TokenBudget
 
 
 @dataclass(frozen=True)
-class Outputs:
+class ForwardOutputs:
     """What a forward pass computed, in the batch's stored layout (0 where nothing was asked for).
 
     ``logprobs [T]``, ``entropies [T]`` and ``values [T]`` belong to the token at the same index and are read from the
@@ -50,7 +50,7 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class Needs:
+class ForwardNeeds:
     """What to compute, and for which tokens.
 
     Args:
@@ -70,13 +70,13 @@ class Needs:
     entropy_gradient: bool = False
     mask: str = "loss_mask"
     temperature: float = 1.0
-    limits: Limits | None = None
+    limits: SamplingLimits | None = None
 
 
 def forward_only(
     packed: PackedModel,
     batch: RaggedBatch,
-    needs: Needs,
+    needs: ForwardNeeds,
     token_budget: int | TokenBudget,
     logprob_chunk: int = 1024,
     *,
@@ -95,7 +95,7 @@ def forward_only(
         token, sequence = token_budget.run_several(
             lambda plans: _columns(packed, batch, plans[0], needs, logprob_chunk, share),
             [(batch, [[s] for s in range(len(batch))])],
-            share=shares(packed, share),
+            share=shares_prefixes(packed, share),
             token_cost=packed.token_cost,
             together=None if exchange is None else exchange.data.name(),
         )
@@ -105,11 +105,11 @@ def forward_only(
             {name: values.to(batch.device) for name, values in sequence.items()},
         )
     if exchange is None or exchange.root.mesh.is_first_peer:
-        count_useful(packed, batch, needs, gradients=False)
+        count_useful_work(packed, batch, needs, gradients=False)
     return found
 
 
-def count_useful(packed: PackedModel, batch: RaggedBatch, needs: Needs, *, gradients: bool) -> None:
+def count_useful_work(packed: PackedModel, batch: RaggedBatch, needs: ForwardNeeds, *, gradients: bool) -> None:
     """Counts the tokens and the FLOPs that a pass over ``batch`` needs, however it was cut."""
     rows = len(batch) if needs.scores else 0
     if needs.logprobs or needs.values or needs.step_scores:
@@ -128,7 +128,7 @@ def _columns(
     packed: PackedModel,
     batch: RaggedBatch,
     parts: Sequence[Sequence[int]],
-    needs: Needs,
+    needs: ForwardNeeds,
     logprob_chunk: int,
     share: bool,
 ) -> Columns:
@@ -167,38 +167,38 @@ def _add_part(
     packed: PackedModel,
     batch: RaggedBatch,
     indices: Sequence[int],
-    needs: Needs,
+    needs: ForwardNeeds,
     logprob_chunk: int,
     share: bool,
 ) -> None:
     """Computes one micro-batch; apart, so that nothing of one lives on in the next."""
     part = batch.select(indices)
-    outputs = compute(packed, part, needs, logprob_chunk, share=share)
-    home = sent(leaf_rows(batch, indices), packed.device)
-    here = sent(leaf_rows(part, range(len(part))), packed.device)
+    outputs = forward_packed(packed, part, needs, logprob_chunk, share=share)
+    home = to_device_async(leaf_rows(batch, indices), packed.device)
+    here = to_device_async(leaf_rows(part, range(len(part))), packed.device)
     token, sequence = found
     for name, values in outputs.fields().items():
         if name == "scores":
             target = sequence.setdefault(name, values.new_zeros(len(batch)))
-            target[sent(torch.tensor(indices), packed.device)] = values
+            target[to_device_async(torch.tensor(indices), packed.device)] = values
         else:
             token.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[home] = values[here]
 
 
-def idle_pass(packed: PackedModel, needs: Needs, logprob_chunk: int) -> Outputs:
+def idle_pass(packed: PackedModel, needs: ForwardNeeds, logprob_chunk: int) -> ForwardOutputs:
     """Makes a pass over two tokens, for a rank that has nothing to compute while others have."""
     mask = {needs.mask: torch.tensor([False, True])}
-    return compute(packed, RaggedBatch.from_sequences([[0, 0]], ["idle"], token=mask), needs, logprob_chunk)
+    return forward_packed(packed, RaggedBatch.from_sequences([[0, 0]], ["idle"], token=mask), needs, logprob_chunk)
 
 
-def shares(packed: PackedModel, asked: bool) -> bool:
+def shares_prefixes(packed: PackedModel, asked: bool) -> bool:
     """Tells whether prompts are computed once: asked for and possible."""
     return asked and packed.shares_prefixes
 
 
-def compute(
-    packed: PackedModel, batch: RaggedBatch, needs: Needs, logprob_chunk: int, *, share: bool = True
-) -> Outputs:
+def forward_packed(
+    packed: PackedModel, batch: RaggedBatch, needs: ForwardNeeds, logprob_chunk: int, *, share: bool = True
+) -> ForwardOutputs:
     """Makes one packed forward pass over the whole of ``batch``, with gradients where they are enabled.
 
     Outputs are on the model's device.
@@ -217,11 +217,11 @@ class PackedPass:
     """
 
     def __init__(
-        self, packed: PackedModel, batch: RaggedBatch, needs: Needs, logprob_chunk: int, *, share: bool = True
+        self, packed: PackedModel, batch: RaggedBatch, needs: ForwardNeeds, logprob_chunk: int, *, share: bool = True
     ) -> None:
         device = packed.device
         parallel: ModelParallel = packed.parallel or ALONE
-        packed_batch = pack(batch, share=shares(packed, share)).filled(parallel.num_ranks)
+        packed_batch = pack(batch, share=shares_prefixes(packed, share)).filled(parallel.num_ranks)
         predicted = own = last = None
         if needs.logprobs or needs.values or needs.hidden:
             predicted = packed_batch.predicted(batch.token[needs.mask])
@@ -232,24 +232,26 @@ class PackedPass:
         split = parallel.split(len(packed_batch.source), None if predicted is None else predicted[0])
         self.num_rows = split.num_own
         self._packed, self._needs, self._chunk, self._pack = packed, needs, logprob_chunk, packed_batch
-        ids, positions = (sent(x[split.span], device) for x in (packed_batch.input_ids, packed_batch.position_ids))
+        ids, positions = (
+            to_device_async(x[split.span], device) for x in (packed_batch.input_ids, packed_batch.position_ids)
+        )
         self._ids, self._positions = ids, positions
         self._attention = split.attention(packed_batch.attention(exact=packed.numerics == "exact"))
 
         def there(rows: Tensor, *columns: Tensor) -> tuple[Any, ...]:
-            return (split.read(rows, device), *(sent(x, device) for x in columns))
+            return (split.read(rows, device), *(to_device_async(x, device) for x in columns))
 
         self._predicted = None if predicted is None else there(*predicted)
         self._last = None if last is None else split.read(last, device)
         self._own = None if own is None else there(*own)
 
-    def outputs(self, received: Tensor | None = None) -> Outputs:
+    def outputs(self, received: Tensor | None = None) -> ForwardOutputs:
         """Computes what is needed.
 
         Args:
             received: ``[num_rows, D]`` hidden states of the layers that other ranks have, in the last pipeline stage.
         """
-        found: Outputs = self._packed.one_call(lambda: self._read(self._hidden(received)))
+        found: ForwardOutputs = self._packed.one_call(lambda: self._read(self._hidden(received)))
         return found
 
     def hidden(self, received: Tensor | None = None) -> Tensor:
@@ -261,7 +263,7 @@ class PackedPass:
         self._packed.work.computed_tokens += self._packed.num_rows(self.num_rows)
         return self._packed.hidden(self._ids, self._positions, self._attention, received)
 
-    def _read(self, hidden: Tensor) -> Outputs:
+    def _read(self, hidden: Tensor) -> ForwardOutputs:
         packed, needs, scatter = self._packed, self._needs, self._pack.scatter
         logprobs = entropies = values = scores = step_scores = states = None
         if self._predicted is not None:
@@ -280,11 +282,11 @@ class PackedPass:
         if self._own is not None:
             read, targets = self._own
             step_scores = scatter(_scalars(packed, hidden, read), targets)
-        return Outputs(logprobs, entropies, values, scores, step_scores, states)
+        return ForwardOutputs(logprobs, entropies, values, scores, step_scores, states)
 
 
 def _logprobs(
-    packed: PackedModel, hidden: Tensor, read: RowRead, labels: Tensor, needs: Needs, chunk: int
+    packed: PackedModel, hidden: Tensor, read: RowRead, labels: Tensor, needs: ForwardNeeds, chunk: int
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the log-probabilities of ``labels [M]``, and entropies where asked for; positions without a label go no
     further than their rank.

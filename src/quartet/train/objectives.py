@@ -33,7 +33,7 @@ from quartet.algorithms.losses import (
     PolicyLossOutput,
     PolicyTokens,
     SampledTokens,
-    aggregate,
+    aggregate_loss,
     aggregation_denominators,
     cispo_loss,
     gmpo_loss,
@@ -51,7 +51,7 @@ from quartet.algorithms.losses import (
     value_loss,
 )
 from quartet.algorithms.preference import (
-    Pairs,
+    AnswerPairs,
     PreferenceLossOutput,
     answer_nll,
     aot_unpaired_loss,
@@ -67,7 +67,7 @@ from quartet.algorithms.preference import (
     robust_dpo_loss,
     simpo_loss,
 )
-from quartet.algorithms.segments import keep, masked_owner, segment_count, segment_sum
+from quartet.algorithms.segments import masked_owner, segment_count, segment_sum, zero_unmasked
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
     PPO,
@@ -102,9 +102,9 @@ from quartet.config.preference import (
     SimPOLoss,
     StepLossConfig,
 )
-from quartet.models.logprobs import Limits
+from quartet.models.logprobs import SamplingLimits
 from quartet.train.engine import Objective
-from quartet.train.forward import Needs, Outputs
+from quartet.train.forward import ForwardNeeds, ForwardOutputs
 from quartet.train.metrics import MetricSums
 
 HIGH_ENTROPY, HIGH_COVARIANCE = "high_entropy", "high_covariance"
@@ -118,7 +118,7 @@ def trajectory_index(batch: RaggedBatch) -> Tensor:
     return torch.where(sequence_T >= 0, trajectory_S[sequence_T.clamp(min=0)], -1)
 
 
-def by_field(batch: RaggedBatch, name: str) -> list[list[int]]:
+def atoms_by_field(batch: RaggedBatch, name: str) -> list[list[int]]:
     """Groups sequences with an equal value of a sequence field, as atoms of a micro-batch."""
     atoms: dict[int, list[int]] = {}
     for s, owner in enumerate(batch.sequence[name].tolist()):
@@ -126,7 +126,7 @@ def by_field(batch: RaggedBatch, name: str) -> list[list[int]]:
     return list(atoms.values())
 
 
-def required(tensor: Tensor | None, name: str) -> Tensor:
+def require_tensor(tensor: Tensor | None, name: str) -> Tensor:
     if tensor is None:
         raise ValueError(f"the forward pass was not asked for {name}")
     return tensor
@@ -148,15 +148,15 @@ class SFTObjective(Objective):
 
     metric: str = "loss/sft"
 
-    needs = Needs(logprobs=True)
+    needs = ForwardNeeds(logprobs=True)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(batch.token["loss_mask"], batch.sequence_index(), len(batch))
 
     def loss(
-        self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
+        self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
     ) -> Tensor:
-        logprobs = required(outputs.logprobs, "logprobs")
+        logprobs = require_tensor(outputs.logprobs, "logprobs")
         loss = sft_loss(logprobs, LossTokens(batch.token["loss_mask"], batch.sequence_index(), denominators))
         sums.total(self.metric, loss)
         return loss
@@ -185,11 +185,11 @@ class PolicyObjective(Objective):
     kl_coef: float
     is_first: bool
     max_new_tokens: int
-    limits: Limits | None = None
+    limits: SamplingLimits | None = None
 
     @property
-    def needs(self) -> Needs:
-        return Needs(
+    def needs(self) -> ForwardNeeds:
+        return ForwardNeeds(
             logprobs=True,
             entropies=True,
             entropy_gradient=self.config.entropy_coef > 0,
@@ -198,7 +198,7 @@ class PolicyObjective(Objective):
         )
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
-        return by_field(batch, "trajectory") if keeps_trajectories_whole(self.config) else super().atoms(batch)
+        return atoms_by_field(batch, "trajectory") if keeps_trajectories_whole(self.config) else super().atoms(batch)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         mask, owner, correction = batch.token["loss_mask"], trajectory_index(batch), self.config.off_policy
@@ -210,9 +210,9 @@ class PolicyObjective(Objective):
         return replace(found, mean_weight=mean_weight(weights, sampled, level=correction.level))
 
     def loss(
-        self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
+        self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
     ) -> Tensor:
-        logprobs = required(outputs.logprobs, "logprobs")
+        logprobs = require_tensor(outputs.logprobs, "logprobs")
         mask, config = batch.token["loss_mask"], self.config
         tokens = LossTokens(mask, trajectory_index(batch), denominators, config.aggregation)
         old = logprobs.detach() if self.is_first else batch.token["old_logprobs"]
@@ -221,10 +221,10 @@ class PolicyObjective(Objective):
         total = out.loss
         sums.total("loss/policy", out.loss)
         self._clip_metrics(out, sums)
-        entropies = required(outputs.entropies, "entropies")
+        entropies = require_tensor(outputs.entropies, "entropies")
         sums.mean("policy/entropy", entropies, mask)
         if config.entropy_coef > 0:
-            bonus = aggregate(entropies, tokens)
+            bonus = aggregate_loss(entropies, tokens)
             sums.total("loss/entropy", bonus)
             total = total - config.entropy_coef * bonus
         kl = kl_term(config)
@@ -272,7 +272,7 @@ class PolicyObjective(Objective):
                 return policy_loss(given, clip_eps_low=low, clip_eps_high=high)
             case SequenceClippedLoss(clip_eps_low=low, clip_eps_high=high):
                 # The advantage stands on every token of its trajectory; its mean over them is itself.
-                spread = keep(advantages if weights is None else advantages * weights, tokens.mask_T)
+                spread = zero_unmasked(advantages if weights is None else advantages * weights, tokens.mask_T)
                 sums_N = segment_sum(spread, tokens.owner_T, self.num_trajectories)
                 advantages_N = sums_N / tokens.denominators.tokens_per_sequence.clamp(min=1)
                 given = PolicyTokens(logprobs, old, advantages_N, tokens)
@@ -313,15 +313,15 @@ class ValueObjective(Objective):
     config: PPO
     num_trajectories: int
 
-    needs = Needs(values=True, mask="action_mask")
+    needs = ForwardNeeds(values=True, mask="action_mask")
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(batch.token["action_mask"], trajectory_index(batch), self.num_trajectories)
 
     def loss(
-        self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
+        self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
     ) -> Tensor:
-        values, mask = required(outputs.values, "values"), batch.token["action_mask"]
+        values, mask = require_tensor(outputs.values, "values"), batch.token["action_mask"]
         tokens = LossTokens(mask, trajectory_index(batch), denominators)
         out = value_loss(values, batch.token["values"], batch.token["returns"], tokens, clip_eps=self.config.value_clip)
         sums.total("loss/value", out.loss)
@@ -358,7 +358,7 @@ class _OverPairs(Objective):
     """A mean over pairs, of which each stays in one micro-batch."""
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
-        return by_field(batch, "pair")
+        return atoms_by_field(batch, "pair")
 
     def denominators(self, batch: RaggedBatch) -> int:
         return len(batch) // 2
@@ -371,10 +371,10 @@ class PairwiseObjective(_OverPairs):
     centring: float = 0.0
     margin_scale: float = 1.0
 
-    needs = Needs(scores=True)
+    needs = ForwardNeeds(scores=True)
 
-    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
-        scores = required(outputs.scores, "scores")
+    def loss(self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
+        scores = require_tensor(outputs.scores, "scores")
         first, second = pair_sides(batch)
         margin = self.margin_scale * batch.sequence["margin"][first] if "margin" in batch.sequence else None
         out = pairwise_reward_loss(scores[first], scores[second], denominators, margin_P=margin, centring=self.centring)
@@ -402,13 +402,13 @@ class _Answers:
     def of_sides(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return values[self.sides[0]], values[self.sides[1]]
 
-    def log_ratios(self, *, per_token: bool = False) -> Pairs:
+    def log_ratios(self, *, per_token: bool = False) -> AnswerPairs:
         ratios = self.logprobs - self.reference
-        return Pairs(*self.of_sides(ratios / self.lengths.clamp(min=1) if per_token else ratios), self.num_pairs)
+        return AnswerPairs(*self.of_sides(ratios / self.lengths.clamp(min=1) if per_token else ratios), self.num_pairs)
 
-    def means(self) -> Pairs:
+    def means(self) -> AnswerPairs:
         """Returns the log-probabilities per token."""
-        return Pairs(*self.of_sides(self.logprobs / self.lengths.clamp(min=1)), self.num_pairs)
+        return AnswerPairs(*self.of_sides(self.logprobs / self.lengths.clamp(min=1)), self.num_pairs)
 
 
 @dataclass(frozen=True)
@@ -426,11 +426,11 @@ class PreferenceObjective(_OverPairs):
     compare_sampler: bool = False
 
     @property
-    def needs(self) -> Needs:
-        return Needs(logprobs=True, temperature=self.temperature)
+    def needs(self) -> ForwardNeeds:
+        return ForwardNeeds(logprobs=True, temperature=self.temperature)
 
-    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
-        logprobs = required(outputs.logprobs, "logprobs")
+    def loss(self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
+        logprobs = require_tensor(outputs.logprobs, "logprobs")
         if self.compare_sampler:
             sampler_agreement(logprobs, batch, sums)
         totals, lengths = answer_logprobs(logprobs, batch)
@@ -507,17 +507,17 @@ class KTOObjective(Objective):
 
     config: KTOLoss
 
-    needs = Needs(logprobs=True)
+    needs = ForwardNeeds(logprobs=True)
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
         # Together, so that accuracy can be seen where answers come in pairs.
-        return by_field(batch, "pair")
+        return atoms_by_field(batch, "pair")
 
     def denominators(self, batch: RaggedBatch) -> int:
         return len(batch)
 
-    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
-        totals, lengths = answer_logprobs(required(outputs.logprobs, "logprobs"), batch)
+    def loss(self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
+        totals, lengths = answer_logprobs(require_tensor(outputs.logprobs, "logprobs"), batch)
         desirable = batch.sequence["chosen"]
         out = kto_loss(
             totals - batch.sequence["ref_logprobs"].to(totals.dtype),
@@ -555,8 +555,8 @@ class BestOfNObjective(Objective):
     is_first: bool
 
     @property
-    def needs(self) -> Needs:
-        return Needs(logprobs=True, temperature=self.temperature)
+    def needs(self) -> ForwardNeeds:
+        return ForwardNeeds(logprobs=True, temperature=self.temperature)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(
@@ -564,9 +564,9 @@ class BestOfNObjective(Objective):
         )
 
     def loss(
-        self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
+        self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
     ) -> Tensor:
-        logprobs = required(outputs.logprobs, "logprobs")
+        logprobs = require_tensor(outputs.logprobs, "logprobs")
         if self.is_first:
             sampler_agreement(logprobs, batch, sums)
         tokens = LossTokens(batch.token["loss_mask"], trajectory_index(batch), denominators, self.aggregation)

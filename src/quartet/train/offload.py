@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quartet.config import UserError
-from quartet.models.memory import ALIGNMENT, reflected, storage_bytes
+from quartet.models.memory import ALIGNMENT, storage_bytes, view_like
 from quartet.models.packed_model import PackedModel
 from quartet.observe.memory import held_bytes
 from quartet.train.parallel.fsdp import free_gathered, gathered_from, sharded
@@ -44,7 +44,7 @@ _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every device."""
 
 
-class Store(ABC):
+class OffloadStore(ABC):
     """Gives host memory, one piece at a time."""
 
     _remedy: ClassVar[str]
@@ -77,7 +77,7 @@ class Store(ABC):
         """Makes the memory for one piece. Raises OSError or RuntimeError where there is no room."""
 
 
-class PinnedMemory(Store):
+class PinnedMemoryStore(OffloadStore):
     """Host memory that a GPU copies from and to at the full speed of its bus.
 
     torch's own pinned memory is rounded up to the next power of two, up to twice of what is asked for. Where the host
@@ -87,14 +87,14 @@ class PinnedMemory(Store):
         UserError: there is no CUDA device.
     """
 
-    _remedy = "free host memory, raise `ulimit -l`, or use MappedFiles"
+    _remedy = "free host memory, raise `ulimit -l`, or use MappedFileStore"
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise UserError(
                 "pinned memory is a matter of CUDA devices",
                 found="torch.cuda.is_available() is False",
-                remedy="use MappedFiles (offload.to: mapped_files) for a model on the CPU",
+                remedy="use MappedFileStore (offload.to: mapped_files) for a model on the CPU",
             )
 
     def _memory(self, num_bytes: int) -> mmap.mmap:
@@ -103,7 +103,7 @@ class PinnedMemory(Store):
         return memory
 
 
-class MappedFiles(Store):
+class MappedFileStore(OffloadStore):
     """Memory-mapped files. They have no name from the beginning, so nothing of them outlives the process.
 
     Args:
@@ -155,7 +155,7 @@ _AWAY: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True)
-class Moved:
+class MoveResult:
     """What one movement did.
 
     Args:
@@ -217,7 +217,9 @@ class Offload:
         optimizer: of the model, where it is trained.
     """
 
-    def __init__(self, packed: PackedModel, store: Store, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(
+        self, packed: PackedModel, store: OffloadStore, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         self.packed = packed
         self.store = store
         self.optimizer = optimizer
@@ -229,7 +231,7 @@ class Offload:
         self._guarded: list[nn.Module] = [packed.body, *([] if root is None else [root])]
         self._hooks = [module.register_forward_pre_hook(_refuse, prepend=True) for module in self._guarded]
 
-    def offload(self, parts: Parts = PARTS) -> Moved:
+    def offload(self, parts: Parts = PARTS) -> MoveResult:
         """Moves parts off the device; those that are away stay there.
 
         Raises:
@@ -238,7 +240,7 @@ class Offload:
         """
         return self._move(parts, away=True)
 
-    def onload(self, parts: Parts = PARTS) -> Moved:
+    def onload(self, parts: Parts = PARTS) -> MoveResult:
         """Brings parts back; those that are there stay.
 
         Raises:
@@ -279,7 +281,7 @@ class Offload:
 
     # Moving ----------------------------------------------------------------------------------------------
 
-    def _move(self, parts: Parts, *, away: bool) -> Moved:
+    def _move(self, parts: Parts, *, away: bool) -> MoveResult:
         chosen = _checked(parts)
         self._check_switch()
         free_gathered(self.packed)
@@ -292,7 +294,7 @@ class Offload:
             # Other processes on the device can have it too.
             torch.cuda.empty_cache()
         freed_bytes = before_bytes - held_bytes(self.device)
-        return Moved(num_bytes, freed_bytes, time.perf_counter() - started_s)
+        return MoveResult(num_bytes, freed_bytes, time.perf_counter() - started_s)
 
     # Tensors made in inference mode could never be trained again.
     @torch.inference_mode(False)
@@ -309,7 +311,7 @@ class Offload:
             targets = [torch.empty(piece.num_bytes, dtype=torch.uint8, device=self.device) for piece in moving]
             self._copy([(storage_bytes(piece.storage), target) for piece, target in zip(moving, targets, strict=True)])
         pointed = [
-            (tensor, reflected(tensor, target))
+            (tensor, view_like(tensor, target))
             for piece, target in zip(moving, targets, strict=True)
             for tensor in piece.tensors
         ]

@@ -12,29 +12,28 @@ The names are those that ``torch.distributed.checkpoint`` gives the same tensors
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from quartet.config import UserError
-from quartet.models.memory import reflected, storage_bytes
+from quartet.models.memory import storage_bytes, view_like
 from quartet.train.parallel.tensors import local, with_local
 
 REST, MODEL, OPTIMIZER = "rest", "model.", "optimizer.state."
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
-def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns everything but the rest."""
     return {name: value for name, value in state.items() if name != REST}
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+def tensor_shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -80,7 +79,7 @@ def make_optimizer_tensors(
         if name in wanted:
             optimizer.state[parameter] = {
                 key: there[key]
-                if key in there and shapes_of({"": there[key]})[""] == shape
+                if key in there and tensor_shapes({"": there[key]})[""] == shape
                 else _like(parameter, shape)
                 for key, shape in wanted[name].items()
             }
@@ -93,7 +92,7 @@ def _like(parameter: Tensor, shape: Shape) -> Tensor:
     return torch.empty(size, dtype=dtype, device=parameter.device)
 
 
-def check_fit(live: Mapping[str, Shape], saved: Mapping[str, Shape], remedy: str) -> None:
+def check_state_fits(live: Mapping[str, Shape], saved: Mapping[str, Shape], remedy: str) -> None:
     """
     Raises:
         UserError: there are other tensors than ``saved`` has, or of other shapes.
@@ -113,7 +112,7 @@ def _said(shape: Shape | None) -> str:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def naming_state_errors(path: Path) -> Iterator[None]:
     """Turns into a UserError what the ``with`` block fails with as it reads the saved state at ``path``, although its
     digest was compared.
     """
@@ -132,7 +131,7 @@ def reading(path: Path) -> Iterator[None]:
 # Copies ----------------------------------------------------------------------------------------------------
 
 
-def snapshot(value: Any) -> Any:
+def copy_to_host(value: Any) -> Any:
     """Copies a state to host memory, where later updates do not change it: what ``torch.save`` takes, nested.
 
     Tensors that share a storage share one in the copy, so that it takes its room once. Of sharded ones this rank's part
@@ -148,12 +147,28 @@ def snapshot(value: Any) -> Any:
         place = (source.device, source.data_ptr())
         if place not in storages:
             storages[place] = torch.empty(source.nbytes(), dtype=torch.uint8).copy_(storage_bytes(source))
-        return with_local(leaf, reflected(here, storages[place]))
+        return with_local(leaf, view_like(here, storages[place]))
 
-    return tree_map(copied, value)
+    return _mapped(copied, value)
 
 
 def state_bytes(value: Any) -> int:
-    """Counts the bytes that ``snapshot`` takes."""
-    storages = [local(leaf).untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return sum({(source.device, source.data_ptr()): source.nbytes() for source in storages}.values())
+    """Counts the bytes that ``copy_to_host`` takes."""
+    storages: dict[tuple[torch.device, int], int] = {}
+
+    def measured(leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            source = local(leaf).untyped_storage()
+            storages[source.device, source.data_ptr()] = source.nbytes()
+
+    _mapped(measured, value)
+    return sum(storages.values())
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies the function to all that is no dict, list or tuple."""
+    if isinstance(value, dict):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(function, item) for item in value)
+    return function(value)

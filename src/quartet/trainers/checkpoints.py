@@ -29,7 +29,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
 from quartet.config.common import ModelConfig, TrainConfig
-from quartet.config.plugins import jobs, load, recipes
+from quartet.config.plugins import all_jobs, load_object, recipe_classes
 from quartet.config.recipe import RLRecipe
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import is_url
@@ -37,28 +37,35 @@ from quartet.data.datasets import PromptItem
 from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.observe.rollouts import rollout_rows, rollouts_path
-from quartet.remote.hub import push
-from quartet.schedule.clock import all_ended
-from quartet.schedule.groups import BufferedGroups, Group, by_group
-from quartet.schedule.model_worker import Checkpointed, Writer
+from quartet.remote.hub import upload_folder
+from quartet.schedule.clock import gather_all
+from quartet.schedule.groups import BufferedGroups, PromptGroup, split_by_group
+from quartet.schedule.model_worker import Checkpointed, RolloutWriter
 from quartet.schedule.role_group import RemoteGroup, RoleGroup
 from quartet.text.loading import has_older_model
 from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import (
     Checkpoint,
-    Share,
+    CheckpointShare,
     Shares,
     begin_checkpoint,
+    checkpoint_step,
     complete_checkpoint,
-    discard,
+    delete_path,
     find_checkpoint,
-    step_of,
 )
-from quartet.train.state import MODEL, check_fit, model_tensors, shapes_of
+from quartet.train.state import MODEL, check_state_fits, model_tensors, tensor_shapes
 from quartet.trainers.experience import Experience
 from quartet.trainers.input_sources import resolve_model, resolve_scalar_model, resolve_tokenizer
 from quartet.trainers.run import CHECKPOINT, WRITER, RunDirectory
-from quartet.trainers.run_files import MARKER, check_written, job_of, read_json, write_digests, writing
+from quartet.trainers.run_files import (
+    MARKER,
+    naming_write_errors,
+    read_json,
+    recipe_job,
+    verify_model_digests,
+    write_digests,
+)
 
 T = TypeVar("T")
 BUFFERED = "ahead"
@@ -79,10 +86,10 @@ async def check_storage(run: RunDirectory, workers: Workers) -> None:
     """
     await asyncio.to_thread(run.remote.join, ())
     token = run.path.absolute() / f".seen_{os.getpid()}"
-    with writing(token):
+    with naming_write_errors(token):
         token.mkdir(exist_ok=True)
     try:
-        await all_ended([worker.call(Checkpointed.check_sees, token) for worker in workers.values()])
+        await gather_all([worker.call(Checkpointed.check_sees, token) for worker in workers.values()])
     except UserError:
         groups = [worker.group for worker in workers.values() if isinstance(worker, RemoteGroup)]
         if len(groups) < len(workers) or not is_url(run.recipe.output_dir):
@@ -92,7 +99,7 @@ async def check_storage(run: RunDirectory, workers: Workers) -> None:
         token.rmdir()
 
 
-async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str, Any]) -> None:
+async def save_checkpoint(run: RunDirectory, workers: Workers, step: int, info: Mapping[str, Any]) -> None:
     """Saves the state after ``step`` complete steps; it is written in the background, if the recipe does not forbid it.
 
     The checkpoint before is waited for. What was handed to the run's writer earlier is on disk first, so that a run
@@ -105,7 +112,7 @@ async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str
 
     Raises:
         UserError: this or something before it could not be written; in the background the next call that waits for the
-            writer raises it (``save``, ``write_later``, ``drain``, ``finish``, the end of the run).
+            writer raises it (``save_checkpoint``, ``write_later``, ``drain``, ``finish``, the end of the run).
         WorkerDied: a worker is dead already.
     """
     if not run.writer.has_room(CHECKPOINT):
@@ -117,7 +124,7 @@ async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str
     copying = run.recorder.span("checkpoint_snapshot", step=step - 1, role=WRITER) if background else nullcontext()
     try:
         with copying:
-            await all_ended(
+            await gather_all(
                 [
                     worker.call(Checkpointed.save_checkpoint, draft / role, background=background)
                     for role, worker in workers.items()
@@ -125,7 +132,7 @@ async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str
             )
         found = None if background else await _written(run, workers, draft)
     except BaseException:
-        discard(draft)
+        delete_path(draft)
         raise
 
     def complete() -> None:
@@ -133,10 +140,10 @@ async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str
             # The thread that writes has no event loop; the run's own may be waiting for that thread.
             shares = asyncio.run(_written(run, workers, draft)) if background else found
         except BaseException:
-            discard(draft)
+            delete_path(draft)
             raise
         if shares is None:
-            discard(draft)
+            delete_path(draft)
             return
         final = complete_checkpoint(draft, info, shares, keep=config.keep)
         run.callbacks.saved.append((step, run.checkpoints / final.name))
@@ -153,7 +160,7 @@ async def load_states(workers: Workers, checkpoint: Checkpoint) -> None:
         UserError: it belongs to another model, or cannot be read.
     """
     path = checkpoint.path.absolute()
-    await all_ended([worker.call(Checkpointed.load_checkpoint, path / role) for role, worker in workers.items()])
+    await gather_all([worker.call(Checkpointed.load_checkpoint, path / role) for role, worker in workers.items()])
 
 
 async def load_drafts(engines: Sequence[RoleGroup[Checkpointed]], checkpoint: Checkpoint) -> None:
@@ -164,10 +171,10 @@ async def load_drafts(engines: Sequence[RoleGroup[Checkpointed]], checkpoint: Ch
     if num_saved:
         shares = [path / f"{DRAFTS}{i % num_saved}" for i in range(len(engines))]
         pairs = zip(engines, shares, strict=True)
-        await all_ended([engine.call(Checkpointed.load_checkpoint, share) for engine, share in pairs])
+        await gather_all([engine.call(Checkpointed.load_checkpoint, share) for engine, share in pairs])
 
 
-async def bring(run: RunDirectory, group: RoleGroup[Any], *paths: Path) -> None:
+async def bring_to_driver(run: RunDirectory, group: RoleGroup[Any], *paths: Path) -> None:
     """Brings what the group's first worker has written into the run's directory to the driver's machine."""
     if isinstance(group, RemoteGroup):
         node = group.group.processes[group.rank or 0].node
@@ -179,7 +186,7 @@ async def _written(run: RunDirectory, workers: Workers, draft: Path) -> Shares |
     be."""
     asked = [partial(worker.call, Checkpointed.finish_checkpoint, draft / role) for role, worker in workers.items()]
     try:
-        found = dict(zip(workers, await all_ended([told(ask) for ask in asked]), strict=True))
+        found = dict(zip(workers, await gather_all([poll(ask) for ask in asked]), strict=True))
         if not all(found.values()):
             return None
         run.remote.gather(draft, found)
@@ -188,7 +195,7 @@ async def _written(run: RunDirectory, workers: Workers, draft: Path) -> Shares |
     return found
 
 
-async def told(ask: Callable[[], Awaitable[T | None]]) -> T:
+async def poll(ask: Callable[[], Awaitable[T | None]]) -> T:
     """Polls ``ask`` until its result is not None, and returns that."""
     pause_s = _POLL_S
     while (found := await ask()) is None:
@@ -200,7 +207,9 @@ async def told(ask: Callable[[], Awaitable[T | None]]) -> T:
 # Rollouts, and groups that are ahead -----------------------------------------------------------------------
 
 
-async def write_rollouts(run: RunDirectory, writer: RoleGroup[Writer], step: int, experience: Experience) -> None:
+async def write_rollouts(
+    run: RunDirectory, writer: RoleGroup[RolloutWriter], step: int, experience: Experience
+) -> None:
     """Has every token of the step written, in the background if the recipe does not forbid it.
 
     Checkpoints that are saved later are complete only after it. A worker that dies meanwhile takes the step's
@@ -211,21 +220,21 @@ async def write_rollouts(run: RunDirectory, writer: RoleGroup[Writer], step: int
     """
     batches = [batch for batch in (experience.batch, experience.greedy) if batch is not None]
     directory, background = run.path.absolute() / "rollouts", run.recipe.checkpoint.background
-    writing = writer.call(Writer.write_rollouts, directory, step, batches, background=background)
+    writing = writer.call(RolloutWriter.write_rollouts, directory, step, batches, background=background)
     if background:
         await writing
         run.write_later("write_rollouts", step, lambda: asyncio.run(_finished(run, writer, step)))
     else:
         with run.recorder.span("write_rollouts", step=step - 1, role="writer"):
             await writing
-        await bring(run, writer, rollouts_path(directory, step))
+        await bring_to_driver(run, writer, rollouts_path(directory, step))
         _show_samples(run, step)
 
 
-async def _finished(run: RunDirectory, writer: RoleGroup[Writer], step: int) -> None:
+async def _finished(run: RunDirectory, writer: RoleGroup[RolloutWriter], step: int) -> None:
     with suppress(WorkerDied):  # which the run meets by itself
-        await told(partial(writer.call, Writer.finish_rollouts, step))
-        await bring(run, writer, rollouts_path(run.path / "rollouts", step))
+        await poll(partial(writer.call, RolloutWriter.finish_rollouts, step))
+        await bring_to_driver(run, writer, rollouts_path(run.path / "rollouts", step))
         _show_samples(run, step)
 
 
@@ -233,18 +242,18 @@ def _show_samples(run: RunDirectory, step: int) -> None:
     run.tracker.samples(step, "samples/rollouts", partial(rollout_rows, run.path / "rollouts", step))
 
 
-async def hold_buffered(writer: RoleGroup[Writer], buffered: BufferedGroups) -> bool:
+async def save_buffered_groups(writer: RoleGroup[RolloutWriter], buffered: BufferedGroups) -> bool:
     """Hands the writer the groups to save with the next checkpoint; False where there are none."""
     if not buffered.groups and not buffered.rejected:
         return False
     groups = list(buffered.groups.values())
     batch = RaggedBatch.concat([group.made() for group in groups]) if groups else None
-    await writer.call(Writer.hold_buffered, batch, [group.prompt.prompt for group in groups], buffered.rejected)
+    await writer.call(RolloutWriter.hold_buffered, batch, [group.prompt.prompt for group in groups], buffered.rejected)
     return True
 
 
-async def restored_buffered(
-    writer: RoleGroup[Writer], checkpoint: Checkpoint, item: Callable[[int], PromptItem]
+async def restore_buffered_groups(
+    writer: RoleGroup[RolloutWriter], checkpoint: Checkpoint, item: Callable[[int], PromptItem]
 ) -> BufferedGroups | None:
     """Returns the groups that were ahead, which a resumed run neither loses nor repeats; None where there were none.
 
@@ -257,13 +266,13 @@ async def restored_buffered(
     if not (checkpoint.path / BUFFERED).is_dir():
         return None
     await load_states({BUFFERED: writer}, checkpoint)
-    indices, rejected = await writer.call(Writer.loaded_buffered)
+    indices, rejected = await writer.call(RolloutWriter.loaded_buffered)
     if not indices:
         return BufferedGroups({}, tuple(rejected))
     items = {index: item(index) for index in indices}
     prompts, names = [i.prompt for i in items.values()], [i.prompt_id for i in items.values()]
-    batch = await writer.leave(Writer.release_buffered, prompts, names)
-    groups = {index: Group.of(index, items[index], made) for index, made in by_group(batch).items()}
+    batch = await writer.leave(RolloutWriter.release_buffered, prompts, names)
+    groups = {index: PromptGroup.of(index, items[index], made) for index, made in split_by_group(batch).items()}
     return BufferedGroups(groups, tuple(rejected))
 
 
@@ -300,7 +309,7 @@ class TrainResult:
         Raises:
             UserError: there is something already, it cannot be written, or the run's export is gone.
         """
-        return _copy(exported(self.path), Path(path))
+        return _copy(exported_directory(self.path), Path(path))
 
     def push_to_hub(
         self,
@@ -322,11 +331,11 @@ class TrainResult:
         Raises:
             UserError: the hub refuses it or cannot be reached, or the run's export is gone.
         """
-        source = exported(self.path)
-        return push(source, repo_id, private=private, token=token, revision=revision, message=commit_message)
+        source = exported_directory(self.path)
+        return upload_folder(source, repo_id, private=private, token=token, revision=revision, message=commit_message)
 
 
-def exported(run: Path) -> Path:
+def exported_directory(run: Path) -> Path:
     """Returns the directory that the run in ``run`` has exported: ``model``, or ``adapter`` where it is alone.
 
     Raises:
@@ -344,7 +353,7 @@ def exported(run: Path) -> Path:
 
 def _copy(source: Path, target: Path) -> Path:
     target = target.expanduser()
-    with writing(target):
+    with naming_write_errors(target):
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise UserError(
                 f"{target} is not empty",
@@ -359,7 +368,7 @@ def _copy(source: Path, target: Path) -> Path:
 # From a run or a checkpoint to a model -----------------------------------------------------------------------
 
 
-def export(
+def export_model(
     source: str | Path,
     step: int | None,
     target: Path,
@@ -383,15 +392,15 @@ def export(
     path = Path(source).expanduser()
     root = path / "checkpoints"
     if _is_checkpoint(path):
-        root, step = path.parent, step_of(path)
+        root, step = path.parent, checkpoint_step(path)
     if step is None and _has_model(path):
-        check_written(path / "model")
+        verify_model_digests(path / "model")
         return _copy(path / "model", target), None
     with tempfile.TemporaryDirectory() as empty:
         _copy(Path(empty), target)  # refuses one that is not empty before anything is computed
     checkpoint = find_checkpoint(root, step)
     warning = _write_checkpoint(checkpoint, target.expanduser(), base, trust_remote_code)
-    with writing(target):
+    with naming_write_errors(target):
         write_digests(target.expanduser())
     return target.expanduser(), warning
 
@@ -414,9 +423,9 @@ def model_directory(name: str, revision: str | None = None, *, trust_remote_code
     if (is_run and not _has_model(path)) or _is_checkpoint(path):
         folder = tempfile.TemporaryDirectory(prefix="quartet-export-")
         atexit.register(folder.cleanup)
-        return str(export(path, None, Path(folder.name) / "model", trust_remote_code=trust_remote_code)[0])
+        return str(export_model(path, None, Path(folder.name) / "model", trust_remote_code=trust_remote_code)[0])
     found = path if (path / "config.json").is_file() else path / "model"
-    check_written(found)
+    verify_model_digests(found)
     return str(found) if found.is_dir() else name
 
 
@@ -425,15 +434,17 @@ def _has_model(run: Path) -> bool:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return step_of(path) is not None and (path / "info.json").is_file()
+    return checkpoint_step(path) is not None and (path / "info.json").is_file()
 
 
 def _write_checkpoint(checkpoint: Checkpoint, target: Path, base: str | None, trust_remote_code: bool) -> str | None:
     saved, commits = checkpoint.info.get("recipe"), _commits(checkpoint.path.parent.parent)
-    recipe = recipes()[saved["job"]](**saved) if isinstance(saved, dict) and saved.get("job") in jobs() else None
+    recipe = (
+        recipe_classes()[saved["job"]](**saved) if isinstance(saved, dict) and saved.get("job") in all_jobs() else None
+    )
     if isinstance(recipe, RLRecipe):
         section, train, key, share = recipe.actor.model, recipe.actor.train, "actor.model", "actor"
-    elif isinstance(recipe, SupervisedRecipe) and jobs()[recipe.job].is_supervised:
+    elif isinstance(recipe, SupervisedRecipe) and all_jobs()[recipe.job].is_supervised:
         section, train, key, share = recipe.model, recipe.train, "model", "engine"
     else:
         raise UserError(
@@ -454,14 +465,14 @@ def _write_checkpoint(checkpoint: Checkpoint, target: Path, base: str | None, tr
         )
     section = section.model_copy(update={"trust_remote_code": trust_remote_code})
     packed, codec = _trained_model(recipe, section, train, checkpoint.path / share)
-    with writing(target):
+    with naming_write_errors(target):
         if not isinstance(packed, PackedScalarModel):
             return save_causal_lm(packed, codec.tokenizer, target, eos_ids=codec.eos_ids)
         # Which tokens the data have is not known here, so that none of them pads.
         seen = torch.ones(packed.vocab_size, dtype=torch.bool)
         warning = save_scalar_model(packed, codec.tokenizer, target, seen=seen, eos_ids=codec.eos_ids)
-        if (beside := jobs()[job_of(recipe)].beside) is not None:
-            load(beside)(recipe, target)
+        if (beside := all_jobs()[recipe_job(recipe)].beside) is not None:
+            load_object(beside)(recipe, target)
         return warning
 
 
@@ -484,14 +495,14 @@ def _trained_model(
     else:
         model = resolve_model(section, None, load_causal_lm, "model")
         packed, generation = PackedCausalLM(model), model.generation_config
-    saved = Share(share)
+    saved = CheckpointShare(share)
     if train.lora is not None:
         packed.adapt(train.lora.model_copy(update={"export": "merged"}), seed=recipe.seed)
         assert packed.adapters is not None, "just put in"
         packed.adapters.check_base(saved.rest())
     live = model_tensors(model.state_dict() if packed.adapters is None else packed.adapters.trained)
-    check_fit(
-        shapes_of(live),
+    check_state_fits(
+        tensor_shapes(live),
         {name: shape for name, shape in saved.shapes.items() if name.startswith(MODEL)},
         "name the model that the run began with: quartet export RUN DIR --model BASE",
     )

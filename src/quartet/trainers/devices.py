@@ -21,9 +21,9 @@ from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
 from quartet.config.strict import flatten
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision
-from quartet.models.work import Work
+from quartet.models.work import WorkTotals
 from quartet.observe.process import set_up_logging
-from quartet.schedule.role_group import RolesWorker
+from quartet.schedule.role_group import ColocatedWorker
 from quartet.train.parallel.mesh import DataParallelGroup
 
 _log = logging.getLogger(__name__)
@@ -46,15 +46,15 @@ def compute_device(recipe: Recipe, passed: PreTrainedModel | None = None) -> tor
     if isinstance(recipe, RLRecipe | SupervisedRecipe) and recipe.cluster.type == "ray":
         return torch.device("cuda" if recipe.cluster.gpus_per_process > 0 else "cpu")
     if isinstance(recipe, SupervisedRecipe) and recipe.cluster.type == "torchrun":
-        return torch.device(find_device(recipe.device).type)
+        return torch.device(resolve_device(recipe.device).type)
     if isinstance(recipe, RLRecipe) and recipe.numerics == "exact" and passed is None:
         return torch.device("cpu")
     if recipe.device == "auto" and passed is not None:
         return next(passed.parameters()).device
-    return find_device(recipe.device)
+    return resolve_device(recipe.device)
 
 
-def find_device(asked: str) -> torch.device:
+def resolve_device(asked: str) -> torch.device:
     """Returns what ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for in this process.
 
     Raises:
@@ -116,8 +116,8 @@ def use_threads(recipe: Recipe) -> None:
         torch.set_num_threads(threads)
 
 
-def enter_process(
-    process: RolesWorker, role: str, recipe: Recipe, directory: str, *, is_group: bool
+def set_up_worker_process(
+    process: ColocatedWorker, role: str, recipe: Recipe, directory: str, *, is_group: bool
 ) -> DataParallelGroup | None:
     """Makes a worker's process ready to load what a recipe names.
 
@@ -143,7 +143,7 @@ def enter_process(
 # Precision -----------------------------------------------------------------------------------------------
 
 
-def precision_on(device: torch.device, asked: PrecisionChoice) -> Precision:
+def resolve_precision(device: torch.device, asked: PrecisionChoice) -> Precision:
     """Returns the compute dtype of models on ``device``; ``auto``: bf16 on a GPU that has it, fp32 elsewhere."""
     if asked != "auto":
         return asked
@@ -190,7 +190,7 @@ class FrozenModels:
 # The record ----------------------------------------------------------------------------------------------
 
 
-def resolved(recipe: Recipe, device: torch.device) -> dict[str, str]:
+def resolved_settings(recipe: Recipe, device: torch.device) -> dict[str, str]:
     """Returns what a run has in the place of ``auto``: ``device`` and every ``precision`` by its key; ``gpu``, its
     name."""
     found = {"device": str(device)}
@@ -198,11 +198,11 @@ def resolved(recipe: Recipe, device: torch.device) -> dict[str, str]:
         found["gpu"] = torch.cuda.get_device_name(device)
     values = flatten(recipe.model_dump(mode="json"))
     asked = {key: value for key, value in values.items() if key.rpartition(".")[2] == "precision"}
-    return found | {key: precision_on(device, value) for key, value in asked.items()}
+    return found | {key: resolve_precision(device, value) for key, value in asked.items()}
 
 
 def throughput(
-    seconds: float, *, samples: int, tokens: int, devices: int, works: Mapping[str, Work]
+    seconds: float, *, samples: int, tokens: int, devices: int, works: Mapping[str, WorkTotals]
 ) -> dict[str, float]:
     """Computes the throughput metrics of a step.
 
@@ -212,7 +212,7 @@ def throughput(
         devices: processes of the run, each of which has one.
         works: of every role with a model, what its processes computed in the step.
     """
-    whole = Work.joined(works.values())
+    whole = WorkTotals.joined(works.values())
     found = {
         "throughput/samples_per_s": samples / seconds,
         "throughput/samples_per_s_per_device": samples / seconds / devices,

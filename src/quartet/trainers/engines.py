@@ -15,10 +15,10 @@ import torch
 from quartet.config import UserError
 from quartet.config.choices import EngineConfig
 from quartet.config.common import LoRAConfig, ModelConfig
-from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig, is_served
-from quartet.config.plugins import added, load
+from quartet.config.engines import BaseSpeculationConfig, NativeEngineConfig, VLLMEngineConfig, is_served
+from quartet.config.plugins import load_object, plugin_entries
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
-from quartet.observe.process import logging_variables, own_rank
+from quartet.observe.process import log_rank, logging_variables
 from quartet.rollout.drafter import DrafterModel, make_drafter
 from quartet.rollout.engine import NativeEngine, load_engine
 from quartet.rollout.process import EngineProcess, EngineSpec
@@ -26,7 +26,7 @@ from quartet.rollout.protocol import PacedEngine, RolloutEngine, StepEngine, Ste
 from quartet.rollout.router import Router
 from quartet.rollout.scheduler import Decode
 from quartet.rollout.staging import StagedWeights
-from quartet.text.loading import brings_code, local_or_hub
+from quartet.text.loading import has_custom_code, resolve_model_directory
 from quartet.text.tokenizer import TextCodec
 
 _DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
@@ -38,7 +38,7 @@ def native_engine(
     decode: Decode,
     *,
     owns_weights: bool = False,
-    speculation: Speculation | None = None,
+    speculation: BaseSpeculationConfig | None = None,
     model: DrafterModel | None = None,
 ) -> NativeEngine:
     """Makes the native engine in this process, which computes with ``packed``; where it owns the weights they are yet
@@ -62,7 +62,7 @@ def _native_options(config: NativeEngineConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Policy:
+class EnginePolicy:
     """What an engine is to generate with.
 
     Args:
@@ -86,7 +86,7 @@ class Policy:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     staging: StagedWeights | None = None
     sleeps: bool = False
-    speculation: Speculation | None = None
+    speculation: BaseSpeculationConfig | None = None
     trust_remote_code: bool = False
 
     @property
@@ -95,7 +95,7 @@ class Policy:
         return None if self.staging is not None else 0
 
 
-def open_engine(config: EngineConfig, policy: Policy) -> Router:
+def open_engine(config: EngineConfig, policy: EnginePolicy) -> Router:
     """Opens the engines of a recipe, ready, or ready once weights were staged. The caller closes them.
 
     Raises:
@@ -107,22 +107,22 @@ def open_engine(config: EngineConfig, policy: Policy) -> Router:
     return Router(_engines(config, policy), max_restarts=config.max_restarts, max_outstanding=most)
 
 
-def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
+def _engines(config: EngineConfig, policy: EnginePolicy) -> list[RolloutEngine]:
     if isinstance(config, NativeEngineConfig):
         arguments = _native_arguments(config, policy)
         if not config.process:
             return [SteppedEngine(load_engine(**arguments))]
         target, options = "quartet.rollout.engine:load_engine", _process_options(config)
-        environment = _threads() | logging_variables("native engine", own_rank())
+        environment = _threads() | logging_variables("native engine", log_rank())
         spec = EngineSpec(target, arguments, environment=environment, name="native engine", **options)
         return [EngineProcess(spec, policy.staging)]
     if isinstance(config, VLLMEngineConfig):
         return [EngineProcess(spec, policy.staging) for spec in _vllm_specs(config, policy)]
-    made: list[RolloutEngine] = load(added("engines")[config.type].open)(config, policy)
+    made: list[RolloutEngine] = load_object(plugin_entries("engines")[config.type].open)(config, policy)
     return made
 
 
-def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, Any]:
+def _native_arguments(config: NativeEngineConfig, policy: EnginePolicy) -> dict[str, Any]:
     return {
         "path": policy.path,
         "device": str(policy.device),
@@ -137,7 +137,7 @@ def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, A
     }
 
 
-def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec]:
+def _vllm_specs(config: VLLMEngineConfig, policy: EnginePolicy) -> Iterator[EngineSpec]:
     keys = ("tensor_parallel_size", "max_model_len", "max_num_seqs", "gpu_memory_utilization")
     arguments = {name: getattr(config, name) for name in (*keys, "cache_bytes", "enforce_eager")}
     arguments |= {
@@ -150,15 +150,15 @@ def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec
         "seed": policy.seed,
     }
     if policy.speculation is not None:
-        arguments["drafter"] = added("drafters")[policy.speculation.type].vllm, policy.speculation.model_dump()
-    visible = visible_devices()
+        arguments["drafter"] = plugin_entries("drafters")[policy.speculation.type].vllm, policy.speculation.model_dump()
+    visible = visible_gpus()
     for number in range(config.engines):
         yield EngineSpec(
-            "quartet.rollout.vllm.start:make",
+            "quartet.rollout.vllm.start:make_vllm_engine",
             arguments,
             python=config.python,
             environment=_devices_of(number, config, visible)
-            | logging_variables("vllm engine", own_rank() * config.engines + number),
+            | logging_variables("vllm engine", log_rank() * config.engines + number),
             name=f"vllm engine {number}",
             **_process_options(config),
         )
@@ -172,7 +172,7 @@ def vllm_dtype(config: VLLMEngineConfig, precision: Precision) -> str:
     return _DTYPES[precision] if config.dtype == "auto" else config.dtype
 
 
-def visible_devices() -> list[str]:
+def visible_gpus() -> list[str]:
     """Returns the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
@@ -201,17 +201,17 @@ def _devices_of(number: int, config: VLLMEngineConfig, visible: Sequence[str]) -
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[(number * size + n) % len(visible)] for n in range(size))}
 
 
-def has_folder(config: ModelConfig | None) -> bool:
+def has_model_directory(config: ModelConfig | None) -> bool:
     """Tells whether the recipe names a directory, or a model of the hub, that has the model and its tokenizer."""
     return config is not None and config.tokenizer is None
 
 
 @contextmanager
-def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: TextCodec) -> Iterator[str]:
+def engine_model_directory(config: ModelConfig | None, packed: PackedCausalLM, codec: TextCodec) -> Iterator[str]:
     """Yields a directory with the model as it started and its tokenizer: the recipe's, the hub cache's, or one that is
     gone afterwards."""
-    if config is not None and has_folder(config):
-        yield local_or_hub(config.path, "model")
+    if config is not None and has_model_directory(config):
+        yield resolve_model_directory(config.path, "model")
         return
     with tempfile.TemporaryDirectory(prefix="quartet-policy-") as folder:
         with packed.without_adapters():
@@ -220,14 +220,14 @@ def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: Text
         yield folder
 
 
-def runs_own_code(config: ModelConfig | None, packed: PackedCausalLM) -> bool:
+def trusts_remote_code(config: ModelConfig | None, packed: PackedCausalLM) -> bool:
     """Tells whether code that comes with the model may run: as the recipe says; of a model from Python, where its
     does."""
-    return brings_code(packed.model) if config is None else config.trust_remote_code
+    return has_custom_code(packed.model) if config is None else config.trust_remote_code
 
 
 @contextmanager
-def step_engine(
+def frozen_model_engine(
     config: EngineConfig, packed: PackedCausalLM, codec: TextCodec, model: ModelConfig | None, device: torch.device
 ) -> Iterator[StepEngine]:
     """Yields an engine for a model that stays as it is, until the block ends; ``packed`` itself where it is native.
@@ -240,14 +240,14 @@ def step_engine(
         yield native_engine(packed, config, codec.decode_completion)
         return
     with ExitStack() as made:
-        policy = Policy(
-            "" if config.has_own_weights else made.enter_context(model_folder(model, packed, codec)),
+        policy = EnginePolicy(
+            "" if config.has_own_weights else made.enter_context(engine_model_directory(model, packed, codec)),
             packed.vocab_size,
             codec.decode_completion,
             packed.precision,
             packed.numerics,
             device=device,
-            trust_remote_code=runs_own_code(model, packed),
+            trust_remote_code=trusts_remote_code(model, packed),
         )
         router = open_engine(config, policy)
         made.callback(router.close)

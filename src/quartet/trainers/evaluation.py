@@ -23,8 +23,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quartet.batch.ragged import join
-from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, TrajectoryEnd, num_emitted
+from quartet.batch.ragged import join_columns
+from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, TrajectoryEnd, num_policy_tokens
 from quartet.config import Interrupted, UserError
 from quartet.config.choices import EngineConfig, RewardConfig
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
@@ -36,34 +36,34 @@ from quartet.models.loading import load_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.spans import SpanRecorder
-from quartet.rewards.judge import Comparer
+from quartet.rewards.judge import JudgeComparer
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams, StepEngine
 from quartet.rollout.sampler import sample_seed
-from quartet.schedule.groups import Group, answered, chunk_of, group_batch
-from quartet.schedule.iteration import Chunk, Scorer, score_all
-from quartet.schedule.leases import LeaseContext, local_arbiter
+from quartet.schedule.groups import PromptGroup, group_batch, make_chunk, single_turn_trajectory
+from quartet.schedule.iteration import Chunk, Scorer, score_chunk
+from quartet.schedule.leases import LeaseContext, default_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.rollout_worker import PromptRequest, completion_text, sampling_params
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.checkpoints import model_directory
-from quartet.trainers.devices import META, FrozenModels, precision_on
-from quartet.trainers.engines import has_folder, step_engine
+from quartet.trainers.devices import META, FrozenModels, resolve_precision
+from quartet.trainers.engines import frozen_model_engine, has_model_directory
 from quartet.trainers.evaluation_metrics import (
-    Answer,
     EvaluationMetric,
+    ScoredAnswer,
     WinRate,
     answer_rows,
-    check_graded,
-    check_named,
+    check_source_exists,
     compare_by_judge,
     compare_scores,
-    measure,
-    metrics_of,
+    compute_metrics,
+    metric_values,
+    resolve_graders,
     win_rate,
     write_answers,
-    write_rows,
+    write_json_lines,
 )
 from quartet.trainers.input_sources import (
     ModelLike,
@@ -72,7 +72,7 @@ from quartet.trainers.input_sources import (
     as_rewards,
     check_recipe,
     context_length,
-    prompt_data,
+    load_prompts,
     resolve_model,
     resolve_tokenizer,
     vocabulary_size,
@@ -81,13 +81,13 @@ from quartet.trainers.input_sources import (
 from quartet.trainers.model_loader import (
     Rewards,
     RewardSources,
-    fit_to_data,
+    check_reward_columns,
     reward_functions,
     reward_models,
 )
 from quartet.trainers.run import Stopwatch, open_run
-from quartet.trainers.run_files import Resume, writing
-from quartet.trainers.signals import number_of, run_async, stop_signals
+from quartet.trainers.run_files import Resume, naming_write_errors
+from quartet.trainers.signals import run_async, signal_number, stop_signals
 
 _NATIVE = NativeEngineConfig()
 CHUNK = 64
@@ -111,7 +111,7 @@ def prompt_requests(
 # Scores --------------------------------------------------------------------------------------------------
 
 
-async def score_groups(groups: Sequence[Group], scorers: Sequence[Scorer], *, step: int) -> list[Answer]:
+async def score_groups(groups: Sequence[PromptGroup], scorers: Sequence[Scorer], *, step: int) -> list[ScoredAnswer]:
     """Returns every trajectory as an answer with the scores of all ``scorers``, prompt after prompt; of several turns
     the last action is the text.
 
@@ -119,26 +119,26 @@ async def score_groups(groups: Sequence[Group], scorers: Sequence[Scorer], *, st
         step: the step that the spans of scoring belong to.
     """
     most = max((len(Trajectories.of(group.batch)) for group in groups), default=1)
-    per_chunk, found = max(1, CHUNK // max(1, most)), list[Answer]()
+    per_chunk, found = max(1, CHUNK // max(1, most)), list[ScoredAnswer]()
     for number, start in enumerate(range(0, len(groups), per_chunk)):
         part = groups[start : start + per_chunk]
-        scores = iter(await _scored(chunk_of(step, number, part), scorers))
+        scores = iter(await _scored(make_chunk(step, number, part), scorers))
         found += [answer for group in part for answer in _answers(group, scores)]
     return found
 
 
 async def _scored(chunk: Chunk, scorers: Sequence[Scorer]) -> list[dict[str, float]]:
     """Returns the scores of each trajectory by source."""
-    batch = join(chunk.data, *await score_all(scorers, chunk))
+    batch = join_columns(chunk.data, *await score_chunk(scorers, chunk))
     final_N = Trajectories.of(batch).final_N
     columns = {name: column[final_N].tolist() for name, column in batch.sequence.items()}
     scores = {name.removeprefix(REWARD_PREFIX): c for name, c in columns.items() if name.startswith(REWARD_PREFIX)}
     return [{name: float(column[n]) for name, column in scores.items()} for n in range(len(final_N))]
 
 
-def _answers(group: Group, rewards: Iterator[dict[str, float]]) -> Iterator[Answer]:
+def _answers(group: PromptGroup, rewards: Iterator[dict[str, float]]) -> Iterator[ScoredAnswer]:
     batch, item, trajectories = group.batch, group.prompt, Trajectories.of(group.batch)
-    lengths = num_emitted(batch, trajectories).tolist()
+    lengths = num_policy_tokens(batch, trajectories).tolist()
     for r, (last, length) in enumerate(zip(trajectories.final_N.tolist(), lengths, strict=True)):
         reason = batch.objects["finish_reason"][last]
         # Cut off is cut off, by whichever limit.
@@ -147,14 +147,14 @@ def _answers(group: Group, rewards: Iterator[dict[str, float]]) -> Iterator[Answ
         scores = next(rewards)
         if reason == TrajectoryEnd.FAILED:
             scores = dict.fromkeys(scores, math.nan)
-        yield Answer(item.prompt_id, r, item.prompt, text, reason, int(length), scores)
+        yield ScoredAnswer(item.prompt_id, r, item.prompt, text, reason, int(length), scores)
 
 
 # Plain generation ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedText:
     """One completion: its text (without end-of-text or stop string), why it ended, and the raw completion."""
 
     text: str
@@ -173,7 +173,7 @@ def generate(
     max_running: int = 64,
     engine: StepEngine | None = None,
     on_done: Callable[[int], None] | None = None,
-) -> list[list[Generated]]:
+) -> list[list[GeneratedText]]:
     """Generates completions of every prompt, ``num_responses`` each, in order.
 
     Args:
@@ -194,14 +194,14 @@ def generate(
         if on_done is not None:
             on_done(len(completions))
 
-    found = iter(run_to_end(engine, requests, report))
+    found = iter(run_requests(engine, requests, report))
     return [
-        [Generated(completion_text(codec, ids, c), c.finish_reason.value, c) for c in islice(found, num_responses)]
+        [GeneratedText(completion_text(codec, ids, c), c.finish_reason.value, c) for c in islice(found, num_responses)]
         for ids in encoded
     ]
 
 
-def run_to_end(
+def run_requests(
     engine: StepEngine,
     requests: Sequence[Request],
     on_done: Callable[[Sequence[Completion]], None] | None = None,
@@ -224,15 +224,15 @@ def run_to_end(
 # A model alone -------------------------------------------------------------------------------------------
 
 
-def answers_of(
+def completions_as_group(
     codec: TextCodec, index: int, item: PromptItem, completions: Sequence[Completion], texts: Sequence[str] = ()
-) -> Group:
+) -> PromptGroup:
     """Makes a group of completions of one prompt as trajectories of one turn, with their texts; those given where they
     are known."""
     ids = tuple(codec.encode_prompt(item.prompt))
     texts = texts or [completion_text(codec, ids, one) for one in completions]
-    made = [answered(ids, one, text) for one, text in zip(completions, texts, strict=True)]
-    return Group.of(index, item, group_batch(index, made))
+    made = [single_turn_trajectory(ids, one, text) for one, text in zip(completions, texts, strict=True)]
+    return PromptGroup.of(index, item, group_batch(index, made))
 
 
 class EvaluationModel:
@@ -262,13 +262,13 @@ class EvaluationModel:
         prompts: Sequence[Any] | None = None,
     ) -> None:
         tokenizer = resolve_tokenizer(config, tokenizer)
-        is_apart = model is None and is_served(engine) and (engine.has_own_weights or has_folder(config))
+        is_apart = model is None and is_served(engine) and (engine.has_own_weights or has_model_directory(config))
         causal = resolve_model(config, model, partial(load_causal_lm, empty=is_apart), "model")
         check_vocabulary(tokenizer, vocabulary_size(causal))
         self.codec = TextCodec.of(tokenizer, causal.generation_config)
-        self.prompts = prompt_data(data, prompts, self.codec, context_length(causal), "data", check_all=True)
+        self.prompts = load_prompts(data, prompts, self.codec, context_length(causal), "data", check_all=True)
         functions = reward_functions(reward_configs, rewards)
-        fit_to_data(functions, self.prompts, self.codec)
+        check_reward_columns(functions, self.prompts, self.codec)
         models = reward_models(reward_configs, rewards, self.codec, TrainConfig(), frozen)
         self.rewards = RewardSources(models, functions)
         placed = replace(frozen, device=META) if is_apart else frozen
@@ -297,23 +297,24 @@ class EvaluationModel:
         bar: ProgressBar,
         *,
         seed: int,
-    ) -> list[Answer]:
+    ) -> list[ScoredAnswer]:
         """Returns ``samples`` answers to every prompt, scored. ``bar`` is told how many are generated."""
         asked = prompt_requests(self.prompts, self.codec, sampling, seed=seed, samples=samples)
         requests = []
         for item, request in asked:
             ids = tuple(self.codec.encode_prompt(item.prompt))
             requests += [Request(name, request.group, ids, sampling) for name, sampling in request.samples.items()]
-        with step_engine(self._engine, self.packed, self.codec, self._config, self._device) as engine:
-            completions = iter(run_to_end(engine, requests, lambda finished: bar.advance(len(finished))))
+        with frozen_model_engine(self._engine, self.packed, self.codec, self._config, self._device) as engine:
+            completions = iter(run_requests(engine, requests, lambda finished: bar.advance(len(finished))))
         groups = [
-            answers_of(self.codec, i, item, list(islice(completions, samples))) for i, (item, _) in enumerate(asked)
+            completions_as_group(self.codec, i, item, list(islice(completions, samples)))
+            for i, (item, _) in enumerate(asked)
         ]
         return run_async(score_groups(groups, self._scorers(recorder), step=0))
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[Scorer]:
         workers = {role.name: role.worker() for role in self.rewards.models}
-        arbiter = local_arbiter({name: worker.sizes() for name, worker in workers.items()}, version=0)
+        arbiter = default_arbiter({name: worker.sizes() for name, worker in workers.items()}, version=0)
         groups = {name: LocalGroup(worker) for name, worker in workers.items()}
         return self.rewards.scorers(LeaseContext(arbiter, recorder), groups)
 
@@ -361,13 +362,13 @@ class Evaluator:
         self.run_directory, self.progress, device = open_run(recipe, resume, progress, own_model)
         self.recipe = recipe = self.run_directory.pin(recipe)
         asked = recipe.compare.judge if recipe.compare is not None else None
-        self.judge = Comparer(asked) if asked is not None else None
+        self.judge = JudgeComparer(asked) if asked is not None else None
         self.path = self.run_directory.path
         self._open_model = partial(
             EvaluationModel,
             data=recipe.data,
             reward_configs=recipe.rewards,
-            frozen=FrozenModels(device, precision_on(device, recipe.precision), recipe.device != "auto"),
+            frozen=FrozenModels(device, resolve_precision(device, recipe.precision), recipe.device != "auto"),
             rewards=as_rewards(rewards),
             prompts=prompts,
             engine=recipe.engine,
@@ -379,7 +380,7 @@ class Evaluator:
             # When the rest does not fit, the model is given back as it was.
             taken.callback(opened.close)
             models = [role.name for role in opened.rewards.models]
-            self.graded = check_graded(recipe.grading, list(self.weights), models)
+            self.graded = resolve_graders(recipe.grading, list(self.weights), models)
             self._check_comparison(recipe.compare)
             taken.pop_all()
         self._notes: list[str] = []
@@ -394,7 +395,7 @@ class Evaluator:
                 found="rewards: []",
                 remedy="name a reward model, a function or another source under `rewards`",
             )
-        check_named("compare.source", config.source, list(self.weights), "the weighted sum")
+        check_source_exists("compare.source", config.source, list(self.weights), "the weighted sum")
         self._other = _found(config.as_model())
         resolve_tokenizer(self._other, None)
 
@@ -409,14 +410,14 @@ class Evaluator:
             with stop_signals():
                 return self._run()
         except KeyboardInterrupt as stop:
-            raise Interrupted(self.path, None, number_of(stop)) from stop
+            raise Interrupted(self.path, None, signal_number(stop)) from stop
 
     def _run(self) -> EvaluationResult:
         watch = Stopwatch()
         with self.run_directory as run:
             run.start(0)
             answers, others = self._answers(run.recorder)
-            with writing(self.path / "answers.jsonl"):
+            with naming_write_errors(self.path / "answers.jsonl"):
                 write_answers(self.path / "answers.jsonl", answers)
                 if others:
                     write_answers(self.path / "against.jsonl", others)
@@ -425,7 +426,7 @@ class Evaluator:
             result = EvaluationResult(
                 path=self.path,
                 num_prompts=len({answer.prompt_id for answer in answers}),
-                metrics=metrics_of(figures) | (compared.metrics() if compared is not None else {}),
+                metrics=metric_values(figures) | (compared.metrics() if compared is not None else {}),
                 notes=tuple(self._notes),
                 figures=tuple(figures),
                 against=tuple(against),
@@ -451,12 +452,12 @@ class Evaluator:
 
     # Answers -----------------------------------------------------------------------------------------------
 
-    def _answers(self, recorder: SpanRecorder) -> tuple[list[Answer], list[Answer]]:
+    def _answers(self, recorder: SpanRecorder) -> tuple[list[ScoredAnswer], list[ScoredAnswer]]:
         """Returns the answers of the model, and those they are compared with (none without a comparison)."""
         evaluation_model, self._evaluation_model = self._evaluation_model, None
         if evaluation_model is None:
             raise RuntimeError("an evaluation runs once; make another Evaluator")
-        compare, others = self.recipe.compare, list[Answer]()
+        compare, others = self.recipe.compare, list[ScoredAnswer]()
         with contextlib.closing(evaluation_model):
             answers = self._of(evaluation_model, recorder, "answers")
         self._notes += evaluation_model.warnings()
@@ -468,18 +469,18 @@ class Evaluator:
                 others = self._of(other, recorder, f"answers of {compare.model}")
         return answers, others
 
-    def _of(self, evaluation_model: EvaluationModel, recorder: SpanRecorder, title: str) -> list[Answer]:
+    def _of(self, evaluation_model: EvaluationModel, recorder: SpanRecorder, title: str) -> list[ScoredAnswer]:
         recipe, samples = self.recipe, self.recipe.samples_per_prompt
         with self.progress.stage(title, len(evaluation_model.prompts) * samples) as bar:
             return evaluation_model.answers(recipe.sampling, samples, recorder, bar, seed=recipe.seed)
 
     # Figures -----------------------------------------------------------------------------------------------
 
-    def _figures(self, answers: Sequence[Answer]) -> list[EvaluationMetric]:
+    def _figures(self, answers: Sequence[ScoredAnswer]) -> list[EvaluationMetric]:
         scores = {"eval/score_mean": self.weights}
-        return measure(answers, scores, self.recipe.grading, self.graded, seed=self.recipe.seed)
+        return compute_metrics(answers, scores, self.recipe.grading, self.graded, seed=self.recipe.seed)
 
-    def _compare(self, answers: Sequence[Answer], others: Sequence[Answer]) -> WinRate:
+    def _compare(self, answers: Sequence[ScoredAnswer], others: Sequence[ScoredAnswer]) -> WinRate:
         config, judge = self.recipe.compare, self.judge
         assert config is not None, "called with a comparison"
         if judge is None:
@@ -487,8 +488,8 @@ class Evaluator:
         else:
             with contextlib.closing(judge):
                 comparisons = run_async(compare_by_judge(answers, others, judge, config.tie_margin))
-        with writing(self.path / "comparison.jsonl"):
-            write_rows(self.path / "comparison.jsonl", [comparison.row() for comparison in comparisons])
+        with naming_write_errors(self.path / "comparison.jsonl"):
+            write_json_lines(self.path / "comparison.jsonl", [comparison.row() for comparison in comparisons])
         return win_rate(comparisons, self.recipe.grading.confidence, self.recipe.seed)
 
 

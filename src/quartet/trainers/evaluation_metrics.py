@@ -32,19 +32,19 @@ from quartet.algorithms.evaluation_math import (
     win_rate_interval,
 )
 from quartet.config import UserError
-from quartet.config.errors import printable
+from quartet.config.errors import escape_control
 from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
-from quartet.observe.files import as_dataclass, read_whole, replace_atomically
+from quartet.observe.files import dataclass_from_row, read_objects_strictly, replace_atomically
 from quartet.observe.trackers import Row
-from quartet.rewards.judge import Comparer
-from quartet.rewards.source import combine
+from quartet.rewards.judge import JudgeComparer
+from quartet.rewards.source import combine_scores
 from quartet.text.examples import PromptText
 
 _FILE_NAME = re.compile(r"step_(\d{8})\.jsonl")
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """One sample of a prompt and its scores by reward source (NaN: does not apply). ``length`` is in tokens."""
 
     prompt_id: str
@@ -56,48 +56,48 @@ class Answer:
     rewards: Mapping[str, float]
 
 
-_KEYS = {field.name for field in fields(Answer)}
+_KEYS = {field.name for field in fields(ScoredAnswer)}
 
 
-def or_null(value: float) -> float | None:
+def nan_to_none(value: float) -> float | None:
     """Returns the value, or None for NaN, which JSON does not have."""
     return None if math.isnan(value) else value
 
 
-def nulls_for_nan(rewards: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: or_null(value) for name, value in rewards.items()}
+def rewards_without_nan(rewards: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: nan_to_none(value) for name, value in rewards.items()}
 
 
 def _nan_for_nulls(rewards: Mapping[str, float | None]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in rewards.items()}
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes JSON lines, whole or not at all; text is not escaped, except lone surrogates."""
     text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_atomically(path, text.encode("utf-8", errors="backslashreplace"))
 
 
-def write_answers(path: Path, answers: Sequence[Answer]) -> None:
-    write_rows(path, [{**vars(answer), "rewards": nulls_for_nan(answer.rewards)} for answer in answers])
+def write_answers(path: Path, answers: Sequence[ScoredAnswer]) -> None:
+    write_json_lines(path, [{**vars(answer), "rewards": rewards_without_nan(answer.rewards)} for answer in answers])
 
 
-def read_answers(path: Path) -> list[Answer]:
+def read_answers(path: Path) -> list[ScoredAnswer]:
     """Reads the answers of an evaluation.
 
     Raises:
         UserError: the file is damaged, or cannot be read.
     """
 
-    def answer(row: dict[str, Any]) -> Answer:
+    def answer(row: dict[str, Any]) -> ScoredAnswer:
         values = {"length": 0} | {name: row[name] for name in _KEYS & row.keys()}
-        return as_dataclass(Answer, {**values, "rewards": _nan_for_nulls(row.get("rewards", {}))})
+        return dataclass_from_row(ScoredAnswer, {**values, "rewards": _nan_for_nulls(row.get("rewards", {}))})
 
-    return read_whole(path, answer)
+    return read_objects_strictly(path, answer)
 
 
-def as_text(prompt: PromptText) -> str:
+def prompt_as_text(prompt: PromptText) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
@@ -108,11 +108,11 @@ def answer_rows(path: Path, num: int) -> list[Row]:
     answers = read_answers(path)[:num] if path.is_file() else []
     return [
         {
-            "prompt": printable(as_text(answer.prompt)),
-            "response": printable(answer.completion),
+            "prompt": escape_control(prompt_as_text(answer.prompt)),
+            "response": escape_control(answer.completion),
             "finish_reason": answer.finish_reason,
             "tokens": answer.length,
-            **{f"reward/{name}": or_null(value) for name, value in answer.rewards.items()},
+            **{f"reward/{name}": nan_to_none(value) for name, value in answer.rewards.items()},
         }
         for answer in answers
     ]
@@ -125,7 +125,7 @@ def evaluation_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}.jsonl"
 
 
-def drop_after(directory: Path, step: int) -> None:
+def delete_evaluations_after(directory: Path, step: int) -> None:
     """Deletes the files of evaluations after ``step`` complete steps."""
     for path in directory.glob("step_*.jsonl"):
         match = _FILE_NAME.fullmatch(path.name)
@@ -155,8 +155,8 @@ class EvaluationMetric:
     interval: str | None = None
 
 
-def measure(
-    answers: Sequence[Answer],
+def compute_metrics(
+    answers: Sequence[ScoredAnswer],
     scores: Mapping[str, Mapping[str, float]],
     grading: GradingConfig,
     graded: Sequence[str],
@@ -181,7 +181,7 @@ def measure(
         seed: of the resampling.
         intervals: False leaves them out.
     """
-    groups, sources = by_prompt(answers), sorted({name for answer in answers for name in answer.rewards})
+    groups, sources = group_by_prompt(answers), sorted({name for answer in answers for name in answer.rewards})
 
     def means(values: Sequence[float]) -> list[float]:
         return list(prompt_means(answers, values).values())
@@ -189,7 +189,7 @@ def measure(
     values = {f"eval/{name}": means([a.rewards.get(name, math.nan) for a in answers]) for name in sources}
     values |= {name: means(weighted_scores(answers, weights)) for name, weights in scores.items()}
     for source in [name for name in sources if name in graded]:
-        values |= _graded(groups, source, grading, max(map(len, groups)), extractor(grading.answer))
+        values |= _graded(groups, source, grading, max(map(len, groups)), build_extractor(grading.answer))
     values[LENGTH] = means([float(a.length) for a in answers])
     values["eval/truncated_frac"] = means([float(a.finish_reason == "length") for a in answers])
     kept = {name: [v for v in found if not math.isnan(v)] for name, found in values.items()}
@@ -199,19 +199,21 @@ def measure(
     return [_with_interval(figure, kept[figure.name], grading.confidence, seed) for figure in plain]
 
 
-def metrics_of(figures: Sequence[EvaluationMetric]) -> dict[str, float]:
+def metric_values(figures: Sequence[EvaluationMetric]) -> dict[str, float]:
     return {figure.name: figure.value for figure in figures}
 
 
-def by_prompt(answers: Sequence[Answer]) -> list[list[Answer]]:
+def group_by_prompt(answers: Sequence[ScoredAnswer]) -> list[list[ScoredAnswer]]:
     """Returns the samples of each prompt, in order."""
-    found: dict[str, list[Answer]] = {}
+    found: dict[str, list[ScoredAnswer]] = {}
     for answer in answers:
         found.setdefault(answer.prompt_id, []).append(answer)
     return list(found.values())
 
 
-def weighted_scores(answers: Sequence[Answer], weights: Mapping[str, float], source: str | None = None) -> list[float]:
+def weighted_scores(
+    answers: Sequence[ScoredAnswer], weights: Mapping[str, float], source: str | None = None
+) -> list[float]:
     """Returns each answer's weighted sum of the sources that apply, as in training; NaN where none
     does.
 
@@ -223,11 +225,11 @@ def weighted_scores(answers: Sequence[Answer], weights: Mapping[str, float], sou
     if not weights or not answers:
         return [math.nan] * len(answers)
     by_source = {name: torch.tensor([a.rewards.get(name, math.nan) for a in answers]) for name in weights}
-    total, applies = combine(by_source, weights)
+    total, applies = combine_scores(by_source, weights)
     return torch.where(applies, total, math.nan).tolist()
 
 
-def prompt_means(answers: Sequence[Answer], scores: Sequence[float]) -> dict[str, float]:
+def prompt_means(answers: Sequence[ScoredAnswer], scores: Sequence[float]) -> dict[str, float]:
     """Returns the mean score of the samples of each prompt by its id, one score per answer; NaN where none has one."""
     found: dict[str, list[float]] = {}
     for answer, score in zip(answers, scores, strict=True):
@@ -241,18 +243,18 @@ def standard_error(values: Sequence[float]) -> float:
     return float(kept.std() / math.sqrt(len(kept))) if len(kept) > 1 else math.nan
 
 
-def check_graded(grading: GradingConfig, sources: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
+def resolve_graders(grading: GradingConfig, sources: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
     """Returns the sources that judge right and wrong: those named, or all but reward models.
 
     Raises:
         UserError: a name that no source has.
     """
     for name in grading.sources or ():
-        check_named("grading.sources", name, sources, "all but reward models")
+        check_source_exists("grading.sources", name, sources, "all but reward models")
     return grading.sources if grading.sources is not None else tuple(n for n in sources if n not in models)
 
 
-def check_named(key: str, source: str | None, sources: Sequence[str], otherwise: str) -> None:
+def check_source_exists(key: str, source: str | None, sources: Sequence[str], otherwise: str) -> None:
     """Raises a UserError where ``key`` of the recipe names a source of reward that there is not."""
     if source is not None and source not in sources:
         raise UserError(
@@ -266,7 +268,7 @@ def check_named(key: str, source: str | None, sources: Sequence[str], otherwise:
 
 
 def _graded(
-    groups: Sequence[Sequence[Answer]], source: str, grading: GradingConfig, samples: int, extract: Extract
+    groups: Sequence[Sequence[ScoredAnswer]], source: str, grading: GradingConfig, samples: int, extract: Extract
 ) -> dict[str, list[float]]:
     """Returns the values per prompt; a prompt with fewer samples that the source applies to than a k has no value at
     that k."""
@@ -286,7 +288,7 @@ def _graded(
 
 
 def _votes(
-    groups: Sequence[Sequence[Answer]], right: Sequence[Sequence[bool]], k: int, extract: Extract
+    groups: Sequence[Sequence[ScoredAnswer]], right: Sequence[Sequence[bool]], k: int, extract: Extract
 ) -> list[float]:
     """Returns per prompt the mean over its votes: samples 1 … k, k + 1 … 2k and so on, as many as are complete.
 
@@ -307,7 +309,7 @@ def _votes(
     return values
 
 
-def extractor(config: AnswerConfig) -> Extract:
+def build_extractor(config: AnswerConfig) -> Extract:
     """Makes the function ``completion → answer``, None where there is none; equal answers give equal text."""
     if isinstance(config, NumberAnswer):
         return _last_number
@@ -365,11 +367,11 @@ _VALUE: Mapping[PairwiseVerdict, float] = {"good": 1.0, "same": 0.5, "bad": 0.0}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AnswerComparison:
     """One pair of answers; ``preference`` is above 0 where the first is better, NaN without a verdict."""
 
-    first: Answer
-    second: Answer
+    first: ScoredAnswer
+    second: ScoredAnswer
     preference: float
     verdict: PairwiseVerdict | None
 
@@ -381,9 +383,9 @@ class Comparison:
             "prompt": self.first.prompt,
             "completion": self.first.completion,
             "against": self.second.completion,
-            "rewards": nulls_for_nan(self.first.rewards),
-            "against_rewards": nulls_for_nan(self.second.rewards),
-            "preference": or_null(self.preference),
+            "rewards": rewards_without_nan(self.first.rewards),
+            "against_rewards": rewards_without_nan(self.second.rewards),
+            "preference": nan_to_none(self.preference),
             "verdict": self.verdict,
         }
 
@@ -413,24 +415,24 @@ class WinRate:
 
 
 def compare_scores(
-    first: Sequence[Answer],
-    second: Sequence[Answer],
+    first: Sequence[ScoredAnswer],
+    second: Sequence[ScoredAnswer],
     weights: Mapping[str, float],
     source: str | None,
     tie_margin: float,
-) -> list[Comparison]:
+) -> list[AnswerComparison]:
     """Compares by scores: the higher score wins (``weighted_scores``); scores that differ by no more than
     ``tie_margin`` are the same."""
-    both = pairs(first, second)
+    both = pair_answers(first, second)
     ours, theirs = (weighted_scores([pair[k] for pair in both], weights, source) for k in (0, 1))
     return [_decided(a, b, x - y, tie_margin) for (a, b), x, y in zip(both, ours, theirs, strict=True)]
 
 
 async def compare_by_judge(
-    first: Sequence[Answer], second: Sequence[Answer], judge: Comparer, tie_margin: float
-) -> list[Comparison]:
+    first: Sequence[ScoredAnswer], second: Sequence[ScoredAnswer], judge: JudgeComparer, tie_margin: float
+) -> list[AnswerComparison]:
     """Compares by a judge: the judge's preference wins, beyond ``tie_margin``."""
-    both, found = pairs(first, second), list[Comparison]()
+    both, found = pair_answers(first, second), list[AnswerComparison]()
     for start in range(0, len(both), JUDGED_TOGETHER):
         asked = both[start : start + JUDGED_TOGETHER]
         preferences = await judge.compare(
@@ -441,7 +443,7 @@ async def compare_by_judge(
     return found
 
 
-def win_rate(comparisons: Sequence[Comparison], confidence: float, seed: int) -> WinRate:
+def win_rate(comparisons: Sequence[AnswerComparison], confidence: float, seed: int) -> WinRate:
     """Counts, win rate, and an interval: the score interval of paired proportions where every prompt has one pair, else
     the bootstrap over prompts, since pairs of one prompt hang together.
 
@@ -474,14 +476,16 @@ def win_rate(comparisons: Sequence[Comparison], confidence: float, seed: int) ->
     return WinRate(good, same, bad, counts[None], rate, interval.low, interval.high, method)
 
 
-def pairs(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+def pair_answers(
+    first: Sequence[ScoredAnswer], second: Sequence[ScoredAnswer]
+) -> list[tuple[ScoredAnswer, ScoredAnswer]]:
     """Pairs answers to the same prompt and of the same place, which have the same random numbers."""
     others = {(b.prompt_id, b.sample): b for b in second}
     return [(a, others[key]) for a in first if (key := (a.prompt_id, a.sample)) in others]
 
 
-def _decided(first: Answer, second: Answer, preference: float, tie_margin: float) -> Comparison:
+def _decided(first: ScoredAnswer, second: ScoredAnswer, preference: float, tie_margin: float) -> AnswerComparison:
     if math.isnan(preference):
-        return Comparison(first, second, preference, None)
+        return AnswerComparison(first, second, preference, None)
     verdict: PairwiseVerdict = "same" if abs(preference) <= tie_margin else "good" if preference > 0 else "bad"
-    return Comparison(first, second, preference, verdict)
+    return AnswerComparison(first, second, preference, verdict)

@@ -49,40 +49,40 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.advantages import (
-    best_of_k,
     completion_rewards,
     discounted_returns,
     gae,
-    group_relative,
-    leave_one_out,
-    length_weighted,
-    less_baseline,
-    normalised_in_groups,
+    group_relative_advantages,
+    leave_one_out_advantages,
+    length_weighted_advantages,
+    normalise_in_groups,
     optimal_token_baseline,
     overlong_penalty,
+    pass_at_k_advantages,
     penalise_missing_eos,
-    rescaled_by_variance,
+    rescale_by_informative_groups,
     score_energy,
+    subtract_baseline,
     teacher_advantages,
     token_rewards,
-    whitened_unless_equal,
+    whiten_unless_equal,
 )
-from quartet.algorithms.losses import SampledTokens, adaptive_kl_coef, is_accepted, kl_estimate
-from quartet.algorithms.preference import best_and_worst, best_of_groups
+from quartet.algorithms.losses import SampledTokens, adaptive_kl_coef, kl_estimate, within_ratio_limits
+from quartet.algorithms.preference import best_and_worst, best_of_groups_mask
 from quartet.algorithms.segments import (
-    covariance,
-    drawn_between,
+    covariance_terms,
     gather_owner,
-    last_token,
+    last_token_positions,
     masked_mean,
     masked_owner,
     masked_whiten,
+    sample_between_mask,
     segment_count,
     segment_is_constant,
     segment_sum,
-    top_share,
+    top_fraction_mask,
 )
-from quartet.batch.ragged import ColumnSet, RaggedBatch, join
+from quartet.batch.ragged import ColumnSet, RaggedBatch, join_columns
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, Trajectories, TrajectoryEnd
 from quartet.config.algorithms import (
     GPG,
@@ -93,7 +93,7 @@ from quartet.config.algorithms import (
     ClipCovLoss,
     Distillation,
     GroupAlgorithm,
-    GroupRelative,
+    GroupRelativeAlgorithm,
     KLCovLoss,
     OnlineDPO,
     OptimalTokenBaseline,
@@ -106,13 +106,13 @@ from quartet.config.algorithms import (
     ReMax,
     RewardedAlgorithm,
     ScoredAlgorithm,
-    Selection,
+    SelectionAlgorithm,
     SelectionConfig,
     kl_term,
 )
-from quartet.config.common import Strict
-from quartet.config.plugins import added, load
-from quartet.rewards.source import LEFT_OUT_PREFIX, combine, effective_weights, source_metrics
+from quartet.config.common import StrictModel
+from quartet.config.plugins import load_object, plugin_entries
+from quartet.rewards.source import LEFT_OUT_PREFIX, combine_scores, effective_weights, source_metrics
 from quartet.schedule.groups import GREEDY
 from quartet.schedule.iteration import Chunk
 from quartet.train.objectives import HIGH_COVARIANCE, HIGH_ENTROPY, answer_logprobs, trajectory_index
@@ -124,7 +124,7 @@ SHARP = "sharp_logprobs"
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredBatch:
     """What an estimator sees.
 
     ``owner_T`` is the trajectory of each action token, -1 for other tokens. ``scores_N`` are raw scores (0 where none
@@ -158,7 +158,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class AdvantageEstimate:
     """``advantages_T``, ``token_rewards_T`` ``[T]``, ``returns_T`` for a critic, and the total reward ``[N]``."""
 
     advantages_T: Tensor
@@ -208,7 +208,7 @@ def sampled_logprobs(batch: RaggedBatch) -> Tensor:
 # Methods -------------------------------------------------------------------------------------------------
 
 
-def estimate(config: PolicyGradientConfig | SelectionConfig, scored: Scored) -> Estimate:
+def estimate_advantages(config: PolicyGradientConfig | SelectionConfig, scored: ScoredBatch) -> AdvantageEstimate:
     """Computes the advantages of one step; those of trajectories that do not take part are 0."""
     match config:
         case PPO():
@@ -218,13 +218,13 @@ def estimate(config: PolicyGradientConfig | SelectionConfig, scored: Scored) -> 
         case Distillation():
             teacher, policy = scored.batch.token["ref_logprobs"], sampled_logprobs(scored.batch)
             advantages_T = teacher_advantages(teacher, policy, scored.action_mask_T)
-            return Estimate(advantages_T, advantages_T, None, scored.scores_N)
+            return AdvantageEstimate(advantages_T, advantages_T, None, scored.scores_N)
         case OptimalTokenBaseline():
             return _optimal_tokens(config, scored)
     return _within_groups(config, scored)
 
 
-def _ppo(config: PPO, scored: Scored) -> Estimate:
+def _ppo(config: PPO, scored: ScoredBatch) -> AdvantageEstimate:
     rewards_T = _token_rewards(scored)
     advantages_T, returns_T = gae(
         rewards_T,
@@ -235,7 +235,7 @@ def _ppo(config: PPO, scored: Scored) -> Estimate:
         bootstrap_N=_values_behind(scored) if config.bootstrap_truncated else None,
     )
     advantages_T = _whitened(config, advantages_T, scored.action_mask_T)
-    return Estimate(advantages_T, rewards_T, returns_T, scored.summed(rewards_T))
+    return AdvantageEstimate(advantages_T, rewards_T, returns_T, scored.summed(rewards_T))
 
 
 def _whitened(config: RewardedAlgorithm, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -245,26 +245,28 @@ def _whitened(config: RewardedAlgorithm, advantages_T: Tensor, mask_T: Tensor) -
     return masked_whiten(advantages_T, mask_T, scale=config.whiten_advantages is True)
 
 
-def _values_behind(scored: Scored) -> Tensor:
+def _values_behind(scored: ScoredBatch) -> Tensor:
     """Returns the value ``[N]`` of the state behind the last action of each trajectory that did not end by itself, 0
     for others."""
-    last_N = last_token(scored.owner_T, len(scored.scores_N))
+    last_N = last_token_positions(scored.owner_T, len(scored.scores_N))
     values_N = scored.batch.token["next_values"][last_N.clamp(min=0)]
     return torch.where((last_N >= 0) & ~scored.ended_N, values_N, 0.0)
 
 
-def _discounted(config: ReinforcePlusPlus | ReMax, scored: Scored) -> Estimate:
+def _discounted(config: ReinforcePlusPlus | ReMax, scored: ScoredBatch) -> AdvantageEstimate:
     rewards_T, owner_T = _token_rewards(scored), scored.owner_T
     returns_T = discounted_returns(rewards_T, owner_T, config.gamma)
     if isinstance(config, ReinforcePlusPlus):
         advantages_T = returns_T
     else:
         assert scored.baseline_N is not None, "ReMax has greedy responses"
-        advantages_T = less_baseline(returns_T, scored.baseline_N, owner_T)
-    return Estimate(_whitened(config, advantages_T, scored.action_mask_T), rewards_T, None, scored.summed(rewards_T))
+        advantages_T = subtract_baseline(returns_T, scored.baseline_N, owner_T)
+    return AdvantageEstimate(
+        _whitened(config, advantages_T, scored.action_mask_T), rewards_T, None, scored.summed(rewards_T)
+    )
 
 
-def _optimal_tokens(config: OptimalTokenBaseline, scored: Scored) -> Estimate:
+def _optimal_tokens(config: OptimalTokenBaseline, scored: ScoredBatch) -> AdvantageEstimate:
     rewards_T, mask_T, owner_T = _token_rewards(scored), scored.action_mask_T, scored.owner_T
     token = scored.batch.token
     energy_T = score_energy(token["old_logprobs"], token[SHARP], mask_T)
@@ -273,10 +275,10 @@ def _optimal_tokens(config: OptimalTokenBaseline, scored: Scored) -> Estimate:
     acting_N = torch.bincount(owner_T[mask_T], minlength=len(scored.scores_N)) > 0
     is_equal_T = gather_owner(_in_equal_group(scored, acting_N), owner_T)
     advantages_T = torch.where(is_equal_T, 0, _whitened(config, advantages_T, mask_T))
-    return Estimate(advantages_T, rewards_T, None, scored.summed(rewards_T))
+    return AdvantageEstimate(advantages_T, rewards_T, None, scored.summed(rewards_T))
 
 
-def _token_rewards(scored: Scored) -> Tensor:
+def _token_rewards(scored: ScoredBatch) -> Tensor:
     """Returns what each action token earned, ``[T]``: steps where they were taken, the rest of the score at the end,
     less KL."""
     rest_N, steps_T = scored.shaped_N, scored.step_rewards_T
@@ -287,10 +289,10 @@ def _token_rewards(scored: Scored) -> Tensor:
     return found_T if steps_T is None else found_T + steps_T
 
 
-def _within_groups(config: PolicyGradientConfig | SelectionConfig, scored: Scored) -> Estimate:
+def _within_groups(config: PolicyGradientConfig | SelectionConfig, scored: ScoredBatch) -> AdvantageEstimate:
     """Compares trajectories with the others of their group that take part; one advantage on all their tokens."""
     owner_T, group_N, shaped_N = scored.owner_T, scored.group_N, scored.shaped_N
-    if isinstance(config, Selection):
+    if isinstance(config, SelectionAlgorithm):
         rewards_N = shaped_N  # KL takes no part in what is best
     else:
         rewards_N = completion_rewards(shaped_N, scored.kl_T, scored.kl_coef, owner_T)
@@ -302,13 +304,13 @@ def _within_groups(config: PolicyGradientConfig | SelectionConfig, scored: Score
         advantages_N[acting_N] = _group_advantages(config, *(column[acting_N] for column in columns))
     if isinstance(config, RewardedAlgorithm) and config.whiten_advantages:
         is_equal_N, scale = _in_equal_group(scored, acting_N), config.whiten_advantages is True
-        advantages_T = whitened_unless_equal(advantages_N, is_equal_N, owner_T, scale=scale)
+        advantages_T = whiten_unless_equal(advantages_N, is_equal_N, owner_T, scale=scale)
     else:
         advantages_T = gather_owner(advantages_N, owner_T)
-    return Estimate(advantages_T, token_rewards(rewards_N, None, 0.0, owner_T), None, rewards_N)
+    return AdvantageEstimate(advantages_T, token_rewards(rewards_N, None, 0.0, owner_T), None, rewards_N)
 
 
-def _in_equal_group(scored: Scored, acting_N: Tensor) -> Tensor:
+def _in_equal_group(scored: ScoredBatch, acting_N: Tensor) -> Tensor:
     """Tells of each trajectory, ``[N]`` bool, whether it takes part in a group whose scores are all equal."""
     labels_N = torch.unique(scored.group_N, return_inverse=True)[1]
     compared_N = torch.where(acting_N, labels_N, -1)
@@ -329,19 +331,19 @@ def _group_advantages(
     """
     match config:
         case PassAtK():
-            return best_of_k(rewards_N, group_N, config.k, config.normalise_std, raw_scores_N=shaped_N)
-        case GroupRelative():
-            found_N = group_relative(rewards_N, group_N, config.normalise_std, raw_scores_N=shaped_N)
+            return pass_at_k_advantages(rewards_N, group_N, config.k, config.normalise_std, raw_scores_N=shaped_N)
+        case GroupRelativeAlgorithm():
+            found_N = group_relative_advantages(rewards_N, group_N, config.normalise_std, raw_scores_N=shaped_N)
             is_rescaled = isinstance(config, GPG) and config.rescale
-            return rescaled_by_variance(found_N, group_N, shaped_N) if is_rescaled else found_N
+            return rescale_by_informative_groups(found_N, group_N, shaped_N) if is_rescaled else found_N
         case ReinforcePlusPlusBaseline():
-            return group_relative(rewards_N, group_N, False, raw_scores_N=shaped_N)
+            return group_relative_advantages(rewards_N, group_N, False, raw_scores_N=shaped_N)
         case RLOO():
-            return leave_one_out(rewards_N, group_N, raw_scores_N=shaped_N)
+            return leave_one_out_advantages(rewards_N, group_N, raw_scores_N=shaped_N)
         case OPO():
-            return length_weighted(rewards_N, length_N, group_N, raw_scores_N=shaped_N)
+            return length_weighted_advantages(rewards_N, length_N, group_N, raw_scores_N=shaped_N)
         case BestOfN():
-            is_kept_N = best_of_groups(shaped_N, group_N, config.keep)
+            is_kept_N = best_of_groups_mask(shaped_N, group_N, config.keep)
             if config.min_score is not None:
                 is_kept_N &= shaped_N >= config.min_score
             return is_kept_N.to(shaped_N.dtype)
@@ -353,7 +355,7 @@ def _group_advantages(
 # Online preference ---------------------------------------------------------------------------------------
 
 
-def learned_from(config: Selection, batch: RaggedBatch) -> RaggedBatch:
+def select_learned(config: SelectionAlgorithm, batch: RaggedBatch) -> RaggedBatch:
     """Returns the selected sequences of an experience; all of them without loss tokens where nothing was selected.
 
     Pairs have the sequence fields ``pair``, ``chosen``, ``margin`` (the difference of their total rewards) and, where
@@ -389,7 +391,7 @@ ENTROPIES = "old_entropies"
 
 
 def with_selected_tokens(
-    config: Strict, batch: RaggedBatch, num_trajectories: int, draw: int
+    config: StrictModel, batch: RaggedBatch, num_trajectories: int, draw: int
 ) -> tuple[RaggedBatch, dict[str, float]]:
     """Returns the batch with ``loss_mask`` less the responses that were rejected, and the columns by which the loss
     tells tokens apart; and the step's figures about them.
@@ -411,17 +413,17 @@ def with_selected_tokens(
     mask_T, loss = batch.token["loss_mask"], config.policy_loss
     num_tokens = max(1, int(mask_T.sum()))
     if config.top_entropy_quantile < 1:
-        chosen_T = top_share(token[ENTROPIES], mask_T, config.top_entropy_quantile)
+        chosen_T = top_fraction_mask(token[ENTROPIES], mask_T, config.top_entropy_quantile)
         batch = batch.with_token(**{HIGH_ENTROPY: chosen_T})
         metrics["policy/high_entropy_frac"] = float(chosen_T.sum()) / num_tokens
     if isinstance(loss, ClipCovLoss | KLCovLoss):
-        products_T = covariance(token["old_logprobs"], token["advantages"], mask_T)
+        products_T = covariance_terms(token["old_logprobs"], token["advantages"], mask_T)
         if isinstance(loss, KLCovLoss):
-            chosen_T = top_share(products_T, mask_T, loss.kl_cov_ratio)
+            chosen_T = top_fraction_mask(products_T, mask_T, loss.kl_cov_ratio)
         else:
             keys_T = torch.rand(len(mask_T), generator=torch.Generator().manual_seed(draw), dtype=torch.float64)
             limits = (loss.clip_cov_lb, loss.clip_cov_ub)
-            chosen_T = drawn_between(products_T, mask_T, *limits, loss.clip_cov_ratio, keys_T)
+            chosen_T = sample_between_mask(products_T, mask_T, *limits, loss.clip_cov_ratio, keys_T)
         batch = batch.with_token(**{HIGH_COVARIANCE: chosen_T})
         metrics["policy/high_covariance_frac"] = float(chosen_T.sum()) / num_tokens
     return batch, metrics
@@ -432,7 +434,7 @@ def _kept(config: RejectionConfig, batch: RaggedBatch, owner_T: Tensor, num_traj
     logprobs = batch.token["old_logprobs"], batch.token["rollout_logprobs"]
     sampled = SampledTokens(*logprobs, owner_T >= 0, owner_T, num_trajectories)
     lower = config.lower if config.lower is not None else 1 / config.upper
-    return is_accepted(sampled, statistic=config.statistic, lower=lower, upper=config.upper)
+    return within_ratio_limits(sampled, statistic=config.statistic, lower=lower, upper=config.upper)
 
 
 @dataclass(frozen=True)
@@ -483,7 +485,7 @@ class KLCoefficient:
         self.value = adaptive_kl_coef(self.value, observed, self.term.target, self.term.horizon, num)
 
 
-class Assembler:
+class ExperienceAssembler:
     """Joins scored chunks and computes advantages.
 
     Args:
@@ -512,7 +514,7 @@ class Assembler:
         self._shuffle = shuffle
 
     def __call__(self, chunks: Sequence[tuple[Chunk, Sequence[ColumnSet]]]) -> Experience:
-        batch = RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
+        batch = RaggedBatch.concat([join_columns(chunk.data, *columns) for chunk, columns in chunks])
         batch, greedy = self._with_baseline(batch)
         judged = self.judge(batch, step=chunks[0][0].step)
         trajectories, trajectory_T = judged.trajectories, judged.trajectory_T
@@ -524,7 +526,7 @@ class Assembler:
         batch = batch.with_sequence(trajectory=trajectories.owner_S)
         batch = batch.with_token(action_mask=action_mask_T, loss_mask=batch.token["loss_mask"] & action_mask_T)
         kl_T, kl_metrics = self._kl(batch, action_mask_T)
-        scored = Scored(
+        scored = ScoredBatch(
             batch=batch,
             owner_T=masked_owner(trajectory_T, action_mask_T),
             scores_N=judged.scores_N,
@@ -537,7 +539,7 @@ class Assembler:
             baseline_N=baseline_N,
             step_rewards_T=self._step_rewards(batch, judged),
         )
-        result = estimate(self.config, scored)
+        result = estimate_advantages(self.config, scored)
         fields = {"advantages": result.advantages_T, "token_rewards": result.token_rewards_T, "kl": kl_T}
         if result.returns_T is not None:
             fields["returns"] = result.returns_T
@@ -557,7 +559,7 @@ class Assembler:
         return Experience(batch, metrics, greedy)
 
     def _plugin_metrics(self, batch: RaggedBatch, judged: ScoredGroups) -> dict[str, float]:
-        figures = [load(kind.metrics) for kind in added("rewards").values() if kind.metrics is not None]
+        figures = [load_object(kind.metrics) for kind in plugin_entries("rewards").values() if kind.metrics is not None]
         return {name: value for of in figures for name, value in of(batch, judged.rewards, self.weights).items()}
 
     def judge(self, batch: RaggedBatch, step: int | None = None) -> ScoredGroups:
@@ -572,7 +574,7 @@ class Assembler:
         columns = {name: batch.sequence[REWARD_PREFIX + name][final_N].float() for name in self.weights}
         rewards = {name: values_N.masked_fill(failed_N, math.nan) for name, values_N in columns.items()}
         if self.weights:
-            scores_N, applies_N = combine(rewards, self.weights)
+            scores_N, applies_N = combine_scores(rewards, self.weights)
             scores_N = scores_N.float()
         else:
             scores_N, applies_N = torch.zeros(len(final_N)), torch.zeros(len(final_N), dtype=torch.bool)
@@ -583,8 +585,8 @@ class Assembler:
             and rewards
         ):
             group_N = batch.sequence["group"][final_N]
-            of_groups = {name: normalised_in_groups(values_N, group_N) for name, values_N in rewards.items()}
-            compared_N = combine(of_groups, self.weights)[0].float()
+            of_groups = {name: normalise_in_groups(values_N, group_N) for name, values_N in rewards.items()}
+            compared_N = combine_scores(of_groups, self.weights)[0].float()
         if self._shuffle is not None and step is not None:
             order = self._shuffle(step, len(trajectories))
             scores_N, applies_N, compared_N = scores_N[order], applies_N[order], compared_N[order]
@@ -613,7 +615,7 @@ class Assembler:
         """Tells which trajectories are learned from, ``[N]`` bool: those with a score, and what it is compared with."""
         if isinstance(self.config, Distillation):
             return torch.ones_like(applies_N)
-        if isinstance(self.config, GroupAlgorithm | Selection):
+        if isinstance(self.config, GroupAlgorithm | SelectionAlgorithm):
             labels_N = _dense(group_N)
             counts = torch.bincount(labels_N[applies_N], minlength=int(labels_N.max()) + 1)
             return applies_N & (counts[labels_N] >= 2)
@@ -645,7 +647,7 @@ class Assembler:
         coef = {"kl/coef": self._kl_coef()} if kl_term(self.config).coef > 0 else {}
         return kl_T, {"kl/ref": float(k1), "kl/ref_k3": float(k3), **coef}
 
-    def _score_metrics(self, batch: RaggedBatch, judged: ScoredGroups, result: Estimate) -> dict[str, float]:
+    def _score_metrics(self, batch: RaggedBatch, judged: ScoredGroups, result: AdvantageEstimate) -> dict[str, float]:
         config, applies_N, num = self.config, judged.applies_N, len(judged.applies_N)
         found: dict[str, float] = {"reward/not_applicable": float((~applies_N).sum())} if self.weights else {}
         if bool(applies_N.any()):
@@ -670,7 +672,7 @@ class Assembler:
             found["groups/zero_variance"] = float(is_constant.float().mean())
         return found
 
-    def _advantage_metrics(self, batch: RaggedBatch, result: Estimate) -> dict[str, float]:
+    def _advantage_metrics(self, batch: RaggedBatch, result: AdvantageEstimate) -> dict[str, float]:
         mask_T = batch.token["action_mask"]
         if not bool(mask_T.any()):
             return {}

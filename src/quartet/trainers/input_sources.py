@@ -15,38 +15,47 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SourceConfig
-from quartet.config.plugins import jobs, load
+from quartet.config.plugins import all_jobs, load_object
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
 from quartet.config.run import Recipe
-from quartet.config.strict import shortened
-from quartet.data.datasets import JudgedData, Mixture, Ordered, PreferenceData, PromptData, SFTData, TokenLimit, joined
-from quartet.data.fields import Reading
+from quartet.config.strict import short_repr
+from quartet.data.datasets import (
+    JudgedData,
+    Mixture,
+    PreferenceData,
+    PromptData,
+    SFTData,
+    TokenisedRows,
+    TokenLimit,
+    concat_sources,
+)
+from quartet.data.fields import ReadOptions
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
-from quartet.data.lazy import Chained, Spool, Unchecked
-from quartet.data.readers import Row, iter_rows
+from quartet.data.lazy import ConcatRows, LazyExamples, TempFileRows
+from quartet.data.readers import DataRow, iter_rows
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
 from quartet.models.packing_probe import model_context_length
-from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub
+from quartet.text.loading import load_generation_config, load_tokenizer, resolve_model_directory
 from quartet.text.templates import with_template
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.run_files import job_of
+from quartet.trainers.run_files import recipe_job
 
 ModelLike: TypeAlias = PreTrainedModel | str | Path
 TokenizerLike: TypeAlias = PreTrainedTokenizerBase | str | Path
 Reward: TypeAlias = Callable[..., Any] | PreTrainedModel
 
 R = TypeVar("R", bound=Recipe)
-D = TypeVar("D", bound=Ordered)
+D = TypeVar("D", bound=TokenisedRows)
 UNLIMITED = 1 << 30
 """Context of a model whose config names none."""
 _LEAST_CHECKED = 1_000
 """Rows of each source that are checked at the start, where those before it have used up ``check_rows``."""
 
 
-Reader: TypeAlias = Callable[[Iterator[Row], Reading, TextCodec, TokenLimit, int], D]
+Reader: TypeAlias = Callable[[Iterator[DataRow], ReadOptions, TextCodec, TokenLimit, int], D]
 """``(rows, reading, codec, limit, first)`` of one source to data: parsed (``data.formats``) and tokenised, one after
-the other. ``first`` is the number of the first row in its source. Raises ``NothingLeft`` where all are left out."""
+the other. ``first`` is the number of the first row in its source. Raises ``NoRowsLeft`` where all are left out."""
 
 
 # What Python code may pass: objects, paths and hub names, one bare reward ------------------------------------
@@ -122,7 +131,7 @@ def as_rewards(rewards: Reward | Sequence[Reward], name: str = "rewards") -> tup
         if not callable(reward):
             raise UserError(
                 f"{name} holds something that is not a reward",
-                found=f"{shortened(reward)} ({type(reward).__name__})",
+                found=f"{short_repr(reward)} ({type(reward).__name__})",
                 remedy="pass functions f(prompts, completions, **columns) or sequence-classification models; "
                 "rewards with a configuration belong into the recipe: RLRecipe(rewards=[…])",
             )
@@ -175,7 +184,7 @@ def resolve_scalar_model(
     Args:
         empty: on the meta device, as ``model`` is then.
     """
-    if model is None and config is not None and is_scalar(config):
+    if model is None and config is not None and is_reward_model_directory(config):
         found = load_scalar_model(config.path, empty=empty, trust_remote_code=config.trust_remote_code)
         return found, load_generation_config(config.path)
     found = resolve_model(config, model, partial(load_causal_lm, empty=empty), "model")
@@ -185,10 +194,10 @@ def resolve_scalar_model(
     return scalar_model_from(found, seed=seed), generation
 
 
-def is_scalar(given: ModelConfig) -> bool:
+def is_reward_model_directory(given: ModelConfig) -> bool:
     """Tells whether the directory holds a sequence-classification model already."""
     try:
-        source = local_or_hub(given.path, "model")
+        source = resolve_model_directory(given.path, "model")
         config = AutoConfig.from_pretrained(source, trust_remote_code=given.trust_remote_code)
     except Exception:
         return False  # the loader that follows says what is wrong
@@ -205,7 +214,9 @@ def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizer
         return tokenizer
     if tokenizer is None:
         if config.tokenizer is None:
-            local_or_hub(config.path, "model")  # what is missing is the model, of which the tokenizer is a part
+            resolve_model_directory(
+                config.path, "model"
+            )  # what is missing is the model, of which the tokenizer is a part
         tokenizer = load_tokenizer(config.tokenizer or config.path, trust_remote_code=config.trust_remote_code)
     return with_template(tokenizer, config.chat_template, config.chat_template_kwargs)
 
@@ -286,27 +297,27 @@ def read_data(
         UserError: there are no rows, or some that cannot be used.
     """
     options = config or DataConfig()
-    parts: list[tuple[Iterator[Row], SourceConfig | None, Reading]]
+    parts: list[tuple[Iterator[DataRow], SourceConfig | None, ReadOptions]]
     if rows is not None:
         if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
             raise UserError(
                 f"{key} passed from Python is not a list of rows",
-                found=f"{shortened(rows)} ({type(rows).__name__})",
+                found=f"{short_repr(rows)} ({type(rows).__name__})",
                 remedy="pass a list of dictionaries, [{'prompt': …, …}, …], or of prompts",
             )
         values = (row if isinstance(row, Mapping) else {"prompt": row} for row in rows)
-        passed = (Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1))
-        parts = [(passed, None, Reading.of(options, key))]
+        passed = (DataRow(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1))
+        parts = [(passed, None, ReadOptions.of(options, key))]
     else:
-        parts = [(iter_rows(source), source, how) for source, how in readings(config, key)]
-    limit = limit_of(options, room, key)
+        parts = [(iter_rows(source), source, how) for source, how in read_options(config, key)]
+    limit = token_limit(options, room, key)
     limited = codec.limited(limit.max_tokens)
     left = None if check_all or key.startswith("evaluation") else options.check_rows
     found: list[D] = []
     for given, source, how in parts:
         num = None if left is None else max(left, min(options.check_rows, _LEAST_CHECKED))
 
-        def read(rows: Iterator[Row], first: int, how: Reading = how) -> D:
+        def read(rows: Iterator[DataRow], first: int, how: ReadOptions = how) -> D:
             return reader(rows, how, limited, limit, first)
 
         found.append(_read_source(given, source, num, read))
@@ -316,11 +327,11 @@ def read_data(
     if len({type(part) for part in found}) > 1:
         raise _mixed_kinds(f"{key}.sources")
     weights = [source.weight for source in options.sources if source.weight is not None]
-    data = joined(found, weights or None)
-    return replace(data, warnings=(*shares(options, [len(part) for part in found]), *data.warnings))
+    data = concat_sources(found, weights or None)
+    return replace(data, warnings=(*describe_shares(options, [len(part) for part in found]), *data.warnings))
 
 
-def readings(config: DataConfig | None, key: str) -> list[tuple[SourceConfig, Reading]]:
+def read_options(config: DataConfig | None, key: str) -> list[tuple[SourceConfig, ReadOptions]]:
     """Returns the sources of ``key`` in the recipe, and how the rows of each are read.
 
     Raises:
@@ -330,15 +341,15 @@ def readings(config: DataConfig | None, key: str) -> list[tuple[SourceConfig, Re
         missing = key if config is None else f"{key}.path"
         raise UserError("there is no data", found=f"{missing} is missing", remedy=f"set {key}.path, or pass rows")
     sections = [f"{key}.sources.{n}" if config.sources else key for n in range(len(config.parts))]
-    return [(part, Reading.of(part, section)) for part, section in zip(config.parts, sections, strict=True)]
+    return [(part, ReadOptions.of(part, section)) for part, section in zip(config.parts, sections, strict=True)]
 
 
-def limit_of(options: DataConfig, room: int, key: str) -> TokenLimit:
+def token_limit(options: DataConfig, room: int, key: str) -> TokenLimit:
     """Returns the longest sequence of ``key``, where ``room`` is the longest that the model allows."""
     return TokenLimit(min(room, options.max_tokens or room), options.overlong, key)
 
 
-def shares(options: DataConfig, sizes: Sequence[int]) -> list[str]:
+def describe_shares(options: DataConfig, sizes: Sequence[int]) -> list[str]:
     """Tells how many rows of each of several sources an epoch has, in words.
 
     Args:
@@ -353,26 +364,26 @@ def shares(options: DataConfig, sizes: Sequence[int]) -> list[str]:
 
 
 def _read_source(
-    rows: Iterator[Row], source: SourceConfig | None, num: int | None, read: Callable[[Iterator[Row], int], D]
+    rows: Iterator[DataRow], source: SourceConfig | None, num: int | None, read: Callable[[Iterator[DataRow], int], D]
 ) -> D:
     """Reads the data of one source, of which the first ``num`` rows are checked; all where that is None."""
     data = read(islice(rows, num), 0)
-    rest = Spool[Row](rows if num is not None else ())
+    rest = TempFileRows[DataRow](rows if num is not None else ())
     if num is None or not rest:
         return data
 
-    def read_one(row: Row, number: int) -> D:
+    def read_one(row: DataRow, number: int) -> D:
         found = read(iter([row]), num + number)
         if type(found) is not type(data):
             raise _mixed_kinds(row.place)
         return found
 
-    unchecked: Unchecked[Any] = Unchecked(rest, read_one)
+    unchecked: LazyExamples[Any] = LazyExamples(rest, read_one)
     name = source.path if source is not None else "rows"
     remark = f"{name}: the first {num:,} of {num + len(rest):,} rows were checked; the others are when they are drawn"
     return replace(
         data,
-        items=Chained([data.items, unchecked]),
+        items=ConcatRows([data.items, unchecked]),
         warnings=(*data.warnings, remark),
         unchecked=(unchecked,),
     )
@@ -384,7 +395,7 @@ def _mixed_kinds(found: str) -> UserError:
     )
 
 
-def prompt_data(
+def load_prompts(
     config: DataConfig | None,
     rows: Iterable[Any] | None,
     codec: TextCodec,
@@ -398,22 +409,26 @@ def prompt_data(
     prefixes = chain(["p"], (f"s{n}p" for n in count(1)))
     of_section = defaultdict[str, str](lambda: next(prefixes))
 
-    def read(rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int) -> PromptData:
+    def read(rows: Iterator[DataRow], how: ReadOptions, codec: TextCodec, limit: TokenLimit, first: int) -> PromptData:
         return prompt_reader(rows, how, codec, limit, first, of_section[how.section])
 
     return read_data(config, rows, codec, context - 1, key, read, check_all=check_all)
 
 
-def demonstration_reader(rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, _: int) -> SFTData:
+def demonstration_reader(
+    rows: Iterator[DataRow], how: ReadOptions, codec: TextCodec, limit: TokenLimit, _: int
+) -> SFTData:
     return SFTData.build(demonstrations(rows, how), codec, limit)
 
 
-def pair_reader(rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, _: int) -> PreferenceData:
+def pair_reader(
+    rows: Iterator[DataRow], how: ReadOptions, codec: TextCodec, limit: TokenLimit, _: int
+) -> PreferenceData:
     return PreferenceData.build(preferences(rows, how), codec, limit)
 
 
 def pair_or_judgement_reader(
-    rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int
+    rows: Iterator[DataRow], how: ReadOptions, codec: TextCodec, limit: TokenLimit, first: int
 ) -> PreferenceData | JudgedData:
     """Reads pairs, or answers judged one by one, as the first row has it."""
     head = list(islice(rows, 1))
@@ -424,12 +439,12 @@ def pair_or_judgement_reader(
 
 
 def prompt_reader(
-    rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int, prefix: str = "p"
+    rows: Iterator[DataRow], how: ReadOptions, codec: TextCodec, limit: TokenLimit, first: int, prefix: str = "p"
 ) -> PromptData:
     return PromptData.build(prompts(rows, how), codec, limit, prefix, first)
 
 
-def reader_of(recipe: Recipe) -> Reader[Any]:
+def choose_reader(recipe: Recipe) -> Reader[Any]:
     """Returns how a job reads the rows that it trains on; prompts are those of the jobs that sample."""
     match recipe:
         case SFTRecipe():
@@ -439,8 +454,8 @@ def reader_of(recipe: Recipe) -> Reader[Any]:
         case PreferenceRecipe():
             return pair_or_judgement_reader
         case _:
-            reader = jobs()[job_of(recipe)].reader
-            return prompt_reader if reader is None else load(reader)(recipe)
+            reader = all_jobs()[recipe_job(recipe)].reader
+            return prompt_reader if reader is None else load_object(reader)(recipe)
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.batch.ragged import RaggedBatch, join
-from quartet.batch.trajectory import CUT_OFF, Trajectories, TrajectoryEnd, num_emitted
+from quartet.batch.ragged import RaggedBatch, join_columns
+from quartet.batch.trajectory import CUT_OFF, Trajectories, TrajectoryEnd, num_policy_tokens
 from quartet.config import UserError
-from quartet.config.algorithms import BestOfN, DynamicSamplingConfig, GroupAlgorithm, OnlineDPO, Selection
+from quartet.config.algorithms import BestOfN, DynamicSamplingConfig, GroupAlgorithm, OnlineDPO, SelectionAlgorithm
 from quartet.config.engines import is_served
 from quartet.config.placement import HEADS
 from quartet.observe.health import straggler_metrics
@@ -32,38 +32,38 @@ from quartet.rollout.protocol import EngineStats
 from quartet.schedule.groups import (
     REPETITION,
     AdmissionRule,
-    Group,
     GroupStream,
-    chunk_of,
+    PromptGroup,
+    drop_texts,
+    make_chunk,
     staleness_metrics,
-    without_texts,
 )
 from quartet.schedule.iteration import (
     DrafterLearner,
     IterationStages,
     ModelLearner,
-    PartScorer,
     Scorer,
+    SubsetScorer,
     UpdatePlan,
-    score_all,
+    score_chunk,
 )
 from quartet.schedule.iteration import StepLearner as AnyLearner
-from quartet.schedule.leases import LeaseContext, placed_arbiter
-from quartet.schedule.rollout import Rollout
+from quartet.schedule.leases import LeaseContext, arbiter_for_placement
+from quartet.schedule.rollout import RolloutDriver
 from quartet.train.engine import Objective
 from quartet.train.objectives import BestOfNObjective, PolicyObjective, PreferenceObjective, ValueObjective
 from quartet.trainers.devices import throughput
 from quartet.trainers.experience import (
     BASELINE,
-    Assembler,
     Experience,
+    ExperienceAssembler,
     KLCoefficient,
     ScoredGroups,
-    learned_from,
     sampled_and_greedy,
     sampled_only,
+    select_learned,
 )
-from quartet.trainers.roles import RLRoles, limits_of, needs_greedy
+from quartet.trainers.roles import RLRoles, needs_greedy, policy_limits
 from quartet.trainers.run import RunDirectory, Stopwatch
 from quartet.trainers.workers import RoleOffloader, RunWorkers
 
@@ -81,7 +81,7 @@ class DynamicSampling:
     def __init__(
         self,
         config: DynamicSamplingConfig,
-        source: Callable[[int], Awaitable[Group]],
+        source: Callable[[int], Awaitable[PromptGroup]],
         version: Callable[[], int],
         scorers: Sequence[Scorer],
         judge: Callable[[RaggedBatch], ScoredGroups],
@@ -105,18 +105,18 @@ class DynamicSampling:
             shortage=self._too_few,
         )
 
-    async def produce(self, index: int) -> Group:
+    async def produce(self, index: int) -> PromptGroup:
         """Produces the group at ``index`` with its reward columns."""
         group = await self._source(index)
-        chunk = chunk_of(self._version(), index, [group])
-        scored = join(chunk.data, *await score_all(self._scorers, chunk))
+        chunk = make_chunk(self._version(), index, [group])
+        scored = join_columns(chunk.data, *await score_chunk(self._scorers, chunk))
         judged = self._judge(scored)
         values = judged.shaped_N[judged.applies_N]
         varies = len(values) > 1 and bool((values != values[0]).any())
         self._outcomes[index] = varies, judged.scores_N[judged.applies_N].to(torch.float64)
         return replace(group, batch=scored)
 
-    def accept(self, group: Group) -> bool:
+    def accept(self, group: PromptGroup) -> bool:
         return self._outcomes[group.index][0]
 
     def take_metrics(self) -> dict[str, float]:
@@ -183,10 +183,10 @@ class RLLoop:
         await workers.connect_engines()
         await workers.update_engine_weights(step)
         await workers.clear()
-        arbiter = placed_arbiter(placement, sizes, version=step, offloader=self._offloader)
+        arbiter = arbiter_for_placement(placement, sizes, version=step, offloader=self._offloader)
         self.leases = LeaseContext(arbiter, self._recorder)
         self.rollout = self._rollout(step)
-        self._assembler = Assembler(
+        self._assembler = ExperienceAssembler(
             self.recipe.algorithm,
             self.roles.rewards.weights,
             lambda: self._kl.value,
@@ -225,7 +225,7 @@ class RLLoop:
         trained, of_role = done - self.roles.warmup_steps, await self.roles.stats()
         stats = of_role.values()
         return {
-            **timing(spans, seconds, generated),
+            **timing_metrics(spans, seconds, generated),
             **throughput(
                 seconds,
                 samples=len(Trajectories.of(batch)),
@@ -257,9 +257,9 @@ class RLLoop:
         counts = {"restarts": stats.num_restarts, "rerouted": stats.num_rerouted, "retries": stats.num_retries}
         return {f"engine/{name}": float(count) for name, count in counts.items()}
 
-    def _rollout(self, step: int) -> Rollout:
+    def _rollout(self, step: int) -> RolloutDriver:
         roles, workers, config = self.roles, self._workers, self.recipe.rollout
-        return Rollout(
+        return RolloutDriver(
             self.leases,
             workers.engines,
             roles.requests,
@@ -290,7 +290,7 @@ class RLLoop:
             num_steps=self.recipe.steps,
         )
 
-    def _note_sampled(self, step: int, groups: Sequence[Group]) -> None:
+    def _note_sampled(self, step: int, groups: Sequence[PromptGroup]) -> None:
         # Now, not when all is scored: how far an engine elsewhere has come by then is a matter of time.
         self._sampled = self.rollout.stats()
 
@@ -300,17 +300,17 @@ class RLLoop:
         has_greedy = needs_greedy(self.recipe)
         found: list[tuple[Scorer, bool]] = []
         for reward in self.roles.reward_scorers(self.leases) if self._sampling is None else []:
-            found.append((PartScorer(reward, sampled_and_greedy) if has_greedy else reward, True))
+            found.append((SubsetScorer(reward, sampled_and_greedy) if has_greedy else reward, True))
         for column in self.roles.column_scorers(self.leases):
             is_frozen = not column.trains and self.roles.refresh_steps is None
-            found.append((PartScorer(column, sampled_only) if has_greedy else column, is_frozen))
+            found.append((SubsetScorer(column, sampled_only) if has_greedy else column, is_frozen))
         return found
 
     async def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
         with self._recorder.span("advantages", step=chunks[0][0].step):
             experience = await self._workers.compute.run(partial(self._assembler, chunks))
-        greedy = without_texts(experience.greedy) if experience.greedy is not None else None
-        experience = replace(experience, batch=without_texts(experience.batch), greedy=greedy)
+        greedy = drop_texts(experience.greedy) if experience.greedy is not None else None
+        experience = replace(experience, batch=drop_texts(experience.batch), greedy=greedy)
         self._generated = self._sampled  # chunks of coming steps are collected from here on
         self.is_learning = True
         return experience
@@ -331,7 +331,11 @@ class RLLoop:
     def learned(self, experience: Experience) -> RaggedBatch:
         """Returns what the actor learns from."""
         algorithm = self.recipe.algorithm
-        return learned_from(algorithm, experience.batch) if isinstance(algorithm, Selection) else experience.batch
+        return (
+            select_learned(algorithm, experience.batch)
+            if isinstance(algorithm, SelectionAlgorithm)
+            else experience.batch
+        )
 
     def _value(self, is_first: bool) -> Objective:
         algorithm = self.recipe.algorithm
@@ -349,7 +353,7 @@ class RLLoop:
         if isinstance(algorithm, OnlineDPO):
             return PreferenceObjective(algorithm.loss, temperature, compare_sampler=is_first)
         kl_coef = self._kl.value if self._kl.term.place == "loss" else 0.0
-        return PolicyObjective(algorithm, num, temperature, kl_coef, is_first, longest, limits_of(recipe))
+        return PolicyObjective(algorithm, num, temperature, kl_coef, is_first, longest, policy_limits(recipe))
 
     async def aclose(self) -> None:
         """Stops the score prefetcher and the engine clients."""
@@ -361,7 +365,7 @@ class RLLoop:
 # Metrics of a step ----------------------------------------------------------------------------------------
 
 
-def timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, float]:
+def timing_metrics(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, float]:
     """Returns the seconds of each stage and of the step; ``generated`` tokens were sampled in it."""
     seconds = seconds_by_name(spans)
     found = {f"time/{name}_s": value for name, value in seconds.items()}
@@ -400,7 +404,7 @@ def draft_metrics(before: EngineStats, after: EngineStats) -> dict[str, float]:
 def batch_metrics(batch: RaggedBatch) -> dict[str, float]:
     """Measures lengths, and what episodes and the greedy baseline add where there are any."""
     trajectories = Trajectories.of(batch)
-    emitted = num_emitted(batch, trajectories)
+    emitted = num_policy_tokens(batch, trajectories)
     return {
         "rollout/length_mean": float(emitted.mean()),
         "rollout/length_max": float(emitted.max()),

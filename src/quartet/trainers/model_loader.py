@@ -25,14 +25,14 @@ from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.choices import RewardConfig
 from quartet.config.common import TrainConfig
-from quartet.config.plugins import added, load
+from quartet.config.plugins import load_object, plugin_entries
 from quartet.config.recipe import PTXConfig, RLRecipe
-from quartet.config.rewards import ModelReward, ModelSource
+from quartet.config.rewards import BaseModelReward, ModelReward
 from quartet.data.datasets import PromptData, PromptItem, SFTData
-from quartet.data.fields import column_at
+from quartet.data.fields import get_column
 from quartet.data.lazy import Prefetcher
 from quartet.envs.protocol import Environment
-from quartet.models.directories import on_meta
+from quartet.models.directories import copy_to_meta
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -43,7 +43,7 @@ from quartet.models.loading import (
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.observe.metrics import METRICS, find_metric
 from quartet.rewards.build import RuleSource, build_reward
-from quartet.rewards.builtin import opened_tag, right_answers
+from quartet.rewards.builtin import accepted_answers, open_tag_of_prompt
 from quartet.rewards.functions import PassedFunction
 from quartet.rewards.source import LEFT_OUT_PREFIX, GuardedReward
 from quartet.rollout.drafter import DrafterModel, load_drafter_model
@@ -52,14 +52,14 @@ from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, ModelWorker, ScoreWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.text.examples import PromptText
-from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
+from quartet.text.loading import have_same_vocabulary, load_generation_config, load_tokenizer
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import LossTerm, TrainEngine
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 from quartet.train.objectives import SFTObjective
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.token_budget import TokenBudget
-from quartet.trainers.devices import CPU, META, FrozenModels, precision_on
+from quartet.trainers.devices import CPU, META, FrozenModels, resolve_precision
 from quartet.trainers.input_sources import (
     check_budget,
     check_vocabulary_covers,
@@ -89,7 +89,7 @@ class RewardModelRole:
     def scorer(self, leases: LeaseContext, model: RoleGroup[ModelWorker]) -> Scorer:
         """Makes what scores a chunk with this model, where ``model`` has it."""
         column, reads_text = REWARD_PREFIX + self.name, self.codec is not None
-        return ModelScorer(leases, self.name, model, Needs(scores=True), column, reads_text=reads_text)
+        return ModelScorer(leases, self.name, model, ForwardNeeds(scores=True), column, reads_text=reads_text)
 
 
 class EpisodeScorer:
@@ -107,7 +107,7 @@ class TextScoreWorker(ScoreWorker):
         super().__init__(packed, budget)
         self._codec = codec
 
-    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+    def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
         rows = zip(batch.objects["prompt"], batch.objects["completion"], batch.sequence["ended"].tolist(), strict=True)
         encoded = [encode_answer(self._codec, prompt, text, ended=ended) for prompt, text, ended in rows]
         prompts, answers = [ids for ids, _ in encoded], [[ids] for _, ids in encoded]
@@ -124,7 +124,7 @@ def encode_answer(codec: TextCodec, prompt: PromptText, text: str, *, ended: boo
 def _value(item: PromptItem, column: str) -> Any:
     """Returns what the prompt's row has there; None where it is of a source of data that lacks the column."""
     try:
-        return column_at(item.columns, column)
+        return get_column(item.columns, column)
     except KeyError:
         return None
 
@@ -248,13 +248,13 @@ def reward_functions(configs: Sequence[RewardConfig], rewards: Rewards) -> list[
     found = [
         RewardFunctionRole(build_reward(config), config.weight)
         for config in configs
-        if not isinstance(config, ModelSource)
+        if not isinstance(config, BaseModelReward)
     ]
     passed = [reward for reward in rewards if not isinstance(reward, PreTrainedModel)]
     return found + [RewardFunctionRole(GuardedReward(PassedFunction(reward)), 1.0) for reward in passed]
 
 
-def fit_to_data(functions: Sequence[RewardFunctionRole], data: PromptData, codec: TextCodec) -> None:
+def check_reward_columns(functions: Sequence[RewardFunctionRole], data: PromptData, codec: TextCodec) -> None:
     """Refuses data without a column that a function needs, and objects where it needs right answers. Rules learn what
     the chat template opens.
     """
@@ -264,9 +264,9 @@ def fit_to_data(functions: Sequence[RewardFunctionRole], data: PromptData, codec
         function.reward.check_columns(sorted(data.columns))
         if source.compares and source.column is not None:
             with contextlib.suppress(KeyError):  # the first row is of a source of data that lacks the column
-                right_answers(column_at(first.columns, source.column), source.column)
+                accepted_answers(get_column(first.columns, source.column), source.column)
         if isinstance(source, RuleSource) and not isinstance(first.prompt, str):
-            source.opened = opened_tag(codec.render(first.prompt))
+            source.opened = open_tag_of_prompt(codec.render(first.prompt))
 
 
 def reward_models(
@@ -282,15 +282,15 @@ def reward_models(
         UserError: a model cannot be loaded, or does not go with its tokenizer.
     """
     roles = [_reward_model(config, codec, frozen) for config in configs if isinstance(config, ModelReward)]
-    for name, reward in user_models(configs, rewards).items():
+    for name, reward in passed_reward_models(configs, rewards).items():
         check_vocabulary(codec.tokenizer, vocabulary_size(reward))
         packed = frozen.scalar(reward, is_user_object=True)
         roles.append(RewardModelRole(name, packed, forward_budget(train), None, 1.0))
-    others = [one for one in configs if isinstance(one, ModelSource) and not isinstance(one, ModelReward)]
-    return roles + [load(added("rewards")[one.type].model or "")(one, codec, frozen) for one in others]
+    others = [one for one in configs if isinstance(one, BaseModelReward) and not isinstance(one, ModelReward)]
+    return roles + [load_object(plugin_entries("rewards")[one.type].model or "")(one, codec, frozen) for one in others]
 
 
-def user_models(configs: Sequence[RewardConfig], rewards: Rewards) -> dict[str, PreTrainedModel]:
+def passed_reward_models(configs: Sequence[RewardConfig], rewards: Rewards) -> dict[str, PreTrainedModel]:
     """Returns the reward models passed from Python, by what they are called beside those of the recipe."""
     models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
     if len(models) == 1 and not any(isinstance(config, ModelReward) for config in configs):
@@ -303,14 +303,14 @@ def forward_budget(train: TrainConfig) -> TokenBudget:
 
 
 def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -> RewardModelRole:
-    tokenizer, packed, budget = load_source(config, frozen)
-    same = reads_the_same(tokenizer, codec.tokenizer)
+    tokenizer, packed, budget = load_reward_model(config, frozen)
+    same = have_same_vocabulary(tokenizer, codec.tokenizer)
     foreign = None if same else TextCodec.of(tokenizer, load_generation_config(config.path))
     return RewardModelRole(config.name, packed, budget, foreign, config.weight)
 
 
-def load_source(
-    config: ModelSource, frozen: FrozenModels
+def load_reward_model(
+    config: BaseModelReward, frozen: FrozenModels
 ) -> tuple[PreTrainedTokenizerBase, PackedScalarModel, TokenBudget]:
     """Loads the model's own tokenizer, the model, and its token budget."""
     trust = config.trust_remote_code
@@ -325,7 +325,7 @@ _ORDER = 7_919
 """Added to the run's seed: where prompts and demonstrations are the same rows, they do not come in the same order."""
 
 
-class PTX:
+class PTXData:
     """The second data loader: the demonstrations of update ``number`` are a function of (seed, number).
 
     Copies in other processes read the rows themselves, when they are first asked for: by then such a process is where
@@ -338,8 +338,8 @@ class PTX:
         self._read = read
         self._batches: Prefetcher[RaggedBatch] = Prefetcher(self.batch, ahead=config.prefetch)
 
-    def __reduce__(self) -> tuple[type[PTX], tuple[Any, ...]]:
-        return PTX, (self.config, self._seed, self._read)
+    def __reduce__(self) -> tuple[type[PTXData], tuple[Any, ...]]:
+        return PTXData, (self.config, self._seed, self._read)
 
     @cached_property
     def data(self) -> SFTData:
@@ -369,7 +369,7 @@ class PTX:
         self._batches.close()
 
 
-def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, context: int) -> PTX | None:
+def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, context: int) -> PTXData | None:
     """Builds the loader of the recipe's ``ptx``; None without it.
 
     Args:
@@ -390,7 +390,7 @@ def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, co
         return None
     if rows is None and (config.data is None or not config.data.parts):
         raise UserError("there is no data", found="ptx.data is missing", remedy="set ptx.data.path, or pass ptx_rows")
-    ptx = PTX(config, recipe.seed, partial(_read, config, rows, codec, context))
+    ptx = PTXData(config, recipe.seed, partial(_read, config, rows, codec, context))
     check_budget(int(ptx.data.lengths.max()), recipe.actor.train.token_budget, "actor.train.token_budget")
     return ptx
 
@@ -422,7 +422,7 @@ class UserObjects:
         """Returns the same with models that have no contents; what shared weights still does."""
         given = (self.model, self.critic, *self.rewards, *self.evaluation_rewards)
         models = [model for model in given if isinstance(model, PreTrainedModel)]
-        empty: dict[int, Any] = dict(zip(map(id, models), on_meta(models), strict=True))
+        empty: dict[int, Any] = dict(zip(map(id, models), copy_to_meta(models), strict=True))
 
         def emptied(values: Sequence[Any]) -> Any:
             return tuple(empty.get(id(value), value) for value in values)
@@ -536,7 +536,7 @@ class ModelLoader:
 
     @property
     def _frozen(self) -> FrozenModels:
-        precision = precision_on(self._computes, self.recipe.actor.train.precision)
+        precision = resolve_precision(self._computes, self.recipe.actor.train.precision)
         return FrozenModels(self._device, precision, self._moves_user_models)
 
     @cached_property
@@ -593,7 +593,7 @@ class ModelLoader:
         if native := [role for role in self.reward_models if role.codec is None]:
             # From the directory once more where there is one: what is frozen may have rounded weights.
             for config in self.recipe.rewards:
-                if config.name == native[0].name and isinstance(config, ModelSource):
+                if config.name == native[0].name and isinstance(config, BaseModelReward):
                     return self._load_scalar(config.path, trust_remote_code=config.trust_remote_code)
             return copy.deepcopy(native[0].model.model)
         # Fresh adapters add nothing, but their modules would come along.
@@ -617,15 +617,15 @@ class ModelLoader:
     def _reward_role(self, role: str) -> RewardModelRole:
         return {source.name: source for source in self.reward_models + self.evaluation_reward_models}[role]
 
-    def worker(self, role: str, ptx: PTX | None = None) -> ScoreWorker | TrainWorker:
+    def worker(self, role: str, ptx: PTXData | None = None) -> ScoreWorker | TrainWorker:
         """Makes what computes with the model of a role, in this process; ``ptx`` adds to the actor's losses."""
         if role == "actor":
             speculation, model = self.recipe.rollout.speculation, self.drafter_model
             if speculation is None or model is None:
                 return TrainWorker(self.actor_engine, ptx)
-            target = added("drafters")[speculation.type].worker
+            target = plugin_entries("drafters")[speculation.type].worker
             assert target is not None, "its model learns"
-            made: TrainWorker = load(target)(self.actor_engine, ptx, speculation, model, self.recipe.seed)
+            made: TrainWorker = load_object(target)(self.actor_engine, ptx, speculation, model, self.recipe.seed)
             return made
         if role == "critic" and self.critic_engine is not None:
             return CriticWorker(self.critic_engine)
@@ -642,7 +642,7 @@ class ModelLoader:
     def _packing(self, train: TrainConfig) -> dict[str, Any]:
         """Returns the arguments of ``packed_causal_lm`` and ``packed_scalar_model`` for a model that is trained."""
         return {
-            "precision": precision_on(self._computes, train.precision),
+            "precision": resolve_precision(self._computes, train.precision),
             "activation_checkpointing": train.activation_checkpointing,
             "lora": train.lora,
             "seed": self.recipe.seed,

@@ -36,22 +36,22 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe, StepLossConfig
-from quartet.data.datasets import JudgedData, PreferenceData, draws
-from quartet.models.directories import on_meta
+from quartet.data.datasets import JudgedData, PreferenceData, draw_batch
+from quartet.models.directories import copy_to_meta
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.observe.callbacks import Callback
 from quartet.observe.files import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.schedule.role_group import RoleGroup
 from quartet.train.engine import Objective, TrainEngine
-from quartet.train.forward import Needs, Outputs, forward_only
+from quartet.train.forward import ForwardNeeds, ForwardOutputs, forward_only
 from quartet.train.metrics import MetricSums
 from quartet.train.objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers import checkpoints
-from quartet.trainers.devices import FrozenModels, precision_on
+from quartet.trainers.devices import FrozenModels, resolve_precision
 from quartet.trainers.input_sources import (
     ModelLike,
     TokenizerLike,
@@ -61,12 +61,12 @@ from quartet.trainers.input_sources import (
     longest_group,
     with_name,
 )
-from quartet.trainers.run_files import Resume, writing
-from quartet.trainers.supervised import Given, SupervisedTrainer, SupervisedWorker
+from quartet.trainers.run_files import Resume, naming_write_errors
+from quartet.trainers.supervised import PassedObjects, SupervisedTrainer, SupervisedWorker
 
 _AT_A_TIME = 128
 """Rows of one forward-only pass."""
-_LOGPROBS = Needs(logprobs=True)
+_LOGPROBS = ForwardNeeds(logprobs=True)
 _ROWS = 64
 """Rows of one forward-only pass; micro-batches are cut by the token budget."""
 
@@ -78,7 +78,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
 
     _rows_key = "pairs_per_step"
 
-    def _begin(self, given: Given) -> None:
+    def _begin(self, given: PassedObjects) -> None:
         self._tables = self._reference_tables(given.reference)
 
     def release(self) -> None:
@@ -139,11 +139,11 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
             return range(len(self.data))
         is_drawn = np.zeros(len(self.data), bool)
         for step in range(self.steps):
-            is_drawn[[row for row, _ in draws(self.recipe.seed, step, order, size)]] = True
+            is_drawn[[row for row, _ in draw_batch(self.recipe.seed, step, order, size)]] = True
         found: list[int] = np.flatnonzero(is_drawn).tolist()
         return found
 
-    def _model_as_it_starts(self) -> Reference:
+    def _model_as_it_starts(self) -> ReferencePolicy:
         """Returns the model as it starts, with adapters their base, as the reference."""
         engine, packed = self.engine, self.packed
 
@@ -151,9 +151,9 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
             with packed.without_adapters():
                 return engine.forward(batch, _LOGPROBS)
 
-        return Reference(forward)
+        return ReferencePolicy(forward)
 
-    def _other_model(self, passed: PreTrainedModel | None) -> Reference:
+    def _other_model(self, passed: PreTrainedModel | None) -> ReferencePolicy:
         """Returns the model passed, or the one that the recipe names; given back once its log-probabilities are
         known."""
         recipe, train = self.recipe, self.recipe.train
@@ -163,9 +163,9 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
             trust = recipe.reference.trust_remote_code
             model = load_causal_lm(path, empty=self.mesh is not None, trust_remote_code=trust)
         check_vocabulary_covers(model, self.packed.model, "reference")
-        precision = precision_on(self.device, train.precision)
+        precision = resolve_precision(self.device, train.precision)
         if self.mesh is not None:
-            packed = packed_causal_lm(on_meta([model])[0], precision)
+            packed = packed_causal_lm(copy_to_meta([model])[0], precision)
             packed.model.requires_grad_(False)
             shard_model(packed, self.mesh, on_host=recipe.sharding.cpu_offload)
             load_shares(packed, passed.state_dict() if passed is not None else path, device=self.device)
@@ -180,7 +180,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         def forward(batch: RaggedBatch) -> ColumnSet:
             return forward_only(packed, batch, _LOGPROBS, budget, train.logprob_chunk, share=train.share_prefixes)
 
-        return Reference(forward, packed.release)
+        return ReferencePolicy(forward, packed.release)
 
     def release_reference(self) -> None:
         """Gives the reference back: its log-probabilities are there."""
@@ -204,7 +204,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         return self._tables.compute() if self._tables is not None else 0
 
     def _batch(self, step: int) -> RaggedBatch:
-        drawn = draws(self.recipe.seed, step, self.data.order, self._rows_per_step)
+        drawn = draw_batch(self.recipe.seed, step, self.data.order, self._rows_per_step)
         rows, names = [row for row, _ in drawn], [f"row{row}@{epoch}" for row, epoch in drawn]
         kl = self._reference_point("training", self.data, rows, names)
         anchors = self._anchors("training", self.data, rows, names)
@@ -268,7 +268,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         for part, (batch, columns) in zip(parts, passes, strict=True):
             batch = self._with_reference("evaluation", batch, everything[part], kl)
             batch = batch if anchors is None else batch.with_sequence(anchor=anchors[part].flatten())
-            objective.loss(Outputs(logprobs=columns.token["logprobs"]), batch, whole, sums)
+            objective.loss(ForwardOutputs(logprobs=columns.token["logprobs"]), batch, whole, sums)
         found = sums.results()
         figures = {f"eval/{n.removeprefix('preference/')}": v for n, v in found.items() if n.startswith("preference/")}
         return {"eval/loss": found["loss/preference"], **figures}
@@ -326,7 +326,7 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
                 while num_rows := await group.call(PreferenceWorker.compute_reference):
                     bar.advance(num_rows)
                     run.check_stop(max(run.saved_steps(), default=0))
-        await checkpoints.bring(run, group, path / "reference")
+        await checkpoints.bring_to_driver(run, group, path / "reference")
         await group.call(PreferenceWorker.release_reference)
 
 
@@ -334,7 +334,7 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferencePolicy:
     """A policy that answers are compared with.
 
     Args:
@@ -360,14 +360,14 @@ class ReferenceTables:
 
     def __init__(
         self,
-        reference: Reference,
+        reference: ReferencePolicy,
         data: Mapping[str, tuple[PreferenceData | JudgedData, Sequence[int]]],
         engine: TrainEngine[Any],
         *,
         mismatched: bool,
     ) -> None:
         self._engine = engine
-        self._reference: Reference | None = reference
+        self._reference: ReferencePolicy | None = reference
         self._data = data
         self._kinds = ("answers", "mismatched") if mismatched else ("answers",)
         self._work: Iterator[int] = iter(())
@@ -427,7 +427,7 @@ class ReferenceTables:
         """
         return next(self._work, 0)
 
-    def _computed(self, reference: Reference, missing: Mapping[str, Path]) -> Iterator[int]:
+    def _computed(self, reference: ReferencePolicy, missing: Mapping[str, Path]) -> Iterator[int]:
         for name, path in missing.items():
             data, drawn = self._data[name]
             totals: dict[str, list[Tensor]] = {kind: [] for kind in self._kinds}
@@ -463,7 +463,7 @@ def _spread(values_D: Tensor, rows: Sequence[int], num: int) -> Tensor:
 
 
 def _write(path: Path, tables: dict[str, Tensor], digest: Callable[[], str]) -> None:
-    with writing(path):
+    with naming_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_atomically(path, save(tables, {"ids": digest()}))
 

@@ -24,15 +24,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.cluster import ClusterError, WorkerDied
-from quartet.config.plugins import added, load, plugins
+from quartet.config.plugins import installed_plugins, load_object, plugin_entries
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptData
 from quartet.envs.protocol import Environment
 from quartet.models.loading import (
     adapter_path,
     load_causal_lm,
+    load_saved_model,
     load_scalar_model,
-    load_trained,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.callbacks import Callback
@@ -42,30 +42,37 @@ from quartet.observe.health import AlarmVerdict, HackingAlarm, read_alarms
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.groups import BufferedGroups
-from quartet.schedule.iteration import run_iteration, side_by_side
+from quartet.schedule.iteration import run_concurrently, run_iteration
 from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import Checkpointed, TrainWorker
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout import RolloutDriver
 from quartet.schedule.rollout_worker import NativeRolloutWorker, sampling_params
-from quartet.text.loading import brings_code
+from quartet.text.loading import has_custom_code
 from quartet.trainers import checkpoints
-from quartet.trainers.checkpoints import BUFFERED, DRAFTS, TrainResult, hold_buffered, restored_buffered, write_rollouts
+from quartet.trainers.checkpoints import (
+    BUFFERED,
+    DRAFTS,
+    TrainResult,
+    restore_buffered_groups,
+    save_buffered_groups,
+    write_rollouts,
+)
 from quartet.trainers.evaluation import prompt_requests, score_groups
 from quartet.trainers.evaluation_metrics import (
-    Answer,
+    ScoredAnswer,
     answer_rows,
-    as_text,
-    check_graded,
-    check_named,
-    drop_after,
+    check_source_exists,
+    compute_metrics,
+    delete_evaluations_after,
     evaluation_path,
-    measure,
-    metrics_of,
-    or_null,
-    pairs,
+    metric_values,
+    nan_to_none,
+    pair_answers,
+    prompt_as_text,
     prompt_means,
     read_answers,
+    resolve_graders,
     standard_error,
     weighted_scores,
     write_answers,
@@ -84,9 +91,9 @@ from quartet.trainers.loop import RLLoop
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import Stopwatch, open_run
-from quartet.trainers.run_files import Resume, writing
-from quartet.trainers.signals import run_async, take_back_signals
-from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, placement_of, shares_reference
+from quartet.trainers.run_files import Resume, naming_write_errors
+from quartet.trainers.signals import reclaim_signals, run_async
+from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, run_placement, shares_reference
 from quartet.weights.manifest import WeightSyncError
 
 
@@ -107,17 +114,17 @@ class PeriodicEvaluation:
         self.training_weights, own_weights = roles.rewards.weights, roles.evaluation_rewards.weights
         self.weights = own_weights or self.training_weights
         sources = [*self.training_weights, *own_weights]
-        self.graded = check_graded(config.grading, sources, [role.name for role in roles.reward_models])
+        self.graded = resolve_graders(config.grading, sources, [role.name for role in roles.reward_models])
         self._watched_source = config.alarm.source if config.alarm is not None else None
-        check_named("evaluation.alarm.source", self._watched_source, sources, "the evaluation's score")
+        check_source_exists("evaluation.alarm.source", self._watched_source, sources, "the evaluation's score")
         self.restore(None)
 
     # The run's calls ---------------------------------------------------------------------------------------
 
     def start(self, step: int) -> None:
         """Drops what was written after ``step`` complete steps; a run that goes on writes it again."""
-        with writing(self.path):
-            drop_after(self.path / "evaluations", step)
+        with naming_write_errors(self.path):
+            delete_evaluations_after(self.path / "evaluations", step)
             truncate_rows_after(self.path / "alarms.jsonl", step)
 
     def note_training(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -127,22 +134,22 @@ class PeriodicEvaluation:
             self.alarm.note_training(step, reward)
 
     async def evaluate(
-        self, leases: LeaseContext, rollout: Rollout, step: int, *, is_last: bool = False
+        self, leases: LeaseContext, rollout: RolloutDriver, step: int, *, is_last: bool = False
     ) -> dict[str, float]:
         """Answers, scores and judges after ``step`` complete steps, where an evaluation is due; returns the metrics."""
         if self.prompts is None or not (is_last or step % self.config.every_steps == 0):
             return {}
         # Counted with the step it follows.
         answers = await self._answers(self.prompts, leases, rollout, max(0, step - 1))
-        with writing(self.path / "evaluations"):
+        with naming_write_errors(self.path / "evaluations"):
             write_answers(evaluation_path(self.path / "evaluations", step), answers)
         sums = {"eval/score_mean": self.weights}
         if self.roles.evaluation_rewards.weights:
             sums["eval/training_score_mean"] = self.training_weights
-        figures = measure(answers, sums, self.config.grading, self.graded, seed=0, intervals=False)
+        figures = compute_metrics(answers, sums, self.config.grading, self.graded, seed=0, intervals=False)
         scores = prompt_means(answers, self._watched(answers))
         error = standard_error(list(scores.values()))
-        found = {**metrics_of(figures), **({} if math.isnan(error) else {"eval/score_se": error})}
+        found = {**metric_values(figures), **({} if math.isnan(error) else {"eval/score_se": error})}
         return {**found, **self._sound(step, scores, answers)}
 
     def state(self) -> dict[str, Any] | None:
@@ -172,7 +179,9 @@ class PeriodicEvaluation:
 
     # Answers -----------------------------------------------------------------------------------------------
 
-    async def _answers(self, prompts: PromptData, leases: LeaseContext, rollout: Rollout, step: int) -> list[Answer]:
+    async def _answers(
+        self, prompts: PromptData, leases: LeaseContext, rollout: RolloutDriver, step: int
+    ) -> list[ScoredAnswer]:
         """Returns every held-out prompt's samples; episodes where the run has an environment."""
         roles, config = self.roles, self.config
         scorers = roles.reward_scorers(leases, held_out=True)
@@ -182,7 +191,7 @@ class PeriodicEvaluation:
                 # Negative indices: no group of the stream has one.
                 num, items = config.samples_per_prompt, enumerate(prompts.items)
                 begun = [runner.group(-1 - i, item, sampling, num, draw=-1) for i, item in items]
-                return await score_groups(await side_by_side(begun), scorers, step=step)
+                return await score_groups(await run_concurrently(begun), scorers, step=step)
             num, seed = config.samples_per_prompt, roles.recipe.seed
             asked = prompt_requests(prompts, roles.codec, config.sampling, seed=seed, samples=num)
             groups = await rollout.evaluate(asked, step)
@@ -190,11 +199,11 @@ class PeriodicEvaluation:
 
     # The alarm ---------------------------------------------------------------------------------------------
 
-    def _watched(self, answers: Sequence[Answer]) -> list[float]:
+    def _watched(self, answers: Sequence[ScoredAnswer]) -> list[float]:
         """Returns the held-out score of each answer: one source, or the evaluation's weighted sum."""
         return weighted_scores(answers, self.weights, self._watched_source)
 
-    def _sound(self, step: int, scores: Mapping[str, float], answers: Sequence[Answer]) -> dict[str, float]:
+    def _sound(self, step: int, scores: Mapping[str, float], answers: Sequence[ScoredAnswer]) -> dict[str, float]:
         verdict = self.alarm.evaluate(step, scores) if self.alarm is not None else None
         if verdict is None:
             return {}
@@ -216,7 +225,7 @@ class PeriodicEvaluation:
             "alarm/training_p": verdict.training_p,
         }
 
-    def _examples(self, verdict: AlarmVerdict, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    def _examples(self, verdict: AlarmVerdict, answers: Sequence[ScoredAnswer]) -> list[dict[str, Any]]:
         """Returns prompts whose held-out score fell, those first whose training reward rose most: answers then and
         now."""
         most = self.config.alarm.examples if self.config.alarm is not None else 0
@@ -224,24 +233,24 @@ class PeriodicEvaluation:
         # Deleted to make room, perhaps: an alarm without examples is better than a run that stops.
         before = read_answers(path) if path.is_file() else []
 
-        def trained(found: Sequence[Answer]) -> list[float]:
+        def trained(found: Sequence[ScoredAnswer]) -> list[float]:
             return weighted_scores(found, self.training_weights)
 
         return hacking_examples(before, answers, self._watched, trained)[:most]
 
 
-Scores = Callable[[Sequence[Answer]], list[float]]
+Scores = Callable[[Sequence[ScoredAnswer]], list[float]]
 
 
 def hacking_examples(
-    before: Sequence[Answer], now: Sequence[Answer], held_out: Scores, training: Scores
+    before: Sequence[ScoredAnswer], now: Sequence[ScoredAnswer], held_out: Scores, training: Scores
 ) -> list[dict[str, Any]]:
     """Returns every prompt whose held-out score fell, in falling order of the gain in training reward, then of that
     fall.
 
     Of a prompt with several samples the one that lost most is shown; samples of one place have the same random numbers.
     """
-    both = pairs(before, now)
+    both = pair_answers(before, now)
     former, later = [old for old, _ in both], [new for _, new in both]
     figures = zip(held_out(former), held_out(later), training(former), training(later), strict=True)
     lost: dict[str, tuple[float, float, dict[str, Any]]] = {}
@@ -251,13 +260,13 @@ def hacking_examples(
         if not change < 0 or (known is not None and known[1] <= change):
             continue
         row = {
-            "prompt": as_text(new.prompt),
+            "prompt": prompt_as_text(new.prompt),
             "before": old.completion,
             "now": new.completion,
-            "training_reward_before": or_null(reward_then),
-            "training_reward_now": or_null(reward_now),
-            "held_out_before": or_null(score_then),
-            "held_out_now": or_null(score_now),
+            "training_reward_before": nan_to_none(reward_then),
+            "training_reward_now": nan_to_none(reward_now),
+            "held_out_before": nan_to_none(score_then),
+            "held_out_now": nan_to_none(score_now),
             "verdict": "bad",
         }
         lost[old.prompt_id] = (0.0 if math.isnan(gain) else -gain, change, row)
@@ -338,13 +347,13 @@ class RLTrainer:
             environment,
             ptx_rows,
         )
-        placement = placement_of(recipe, objects)
+        placement = run_placement(recipe, objects)
         with contextlib.ExitStack() as taken:
             workers: RunWorkers | None = None
             if recipe.cluster.type == "ray":
                 workers = RayRunWorkers(recipe, placement, objects)
                 taken.callback(workers.close)
-                take_back_signals()
+                reclaim_signals()
                 objects = objects.on_meta()
             self.roles = RLRoles(recipe, objects, shares_reference=shares_reference(placement), computes=device)
             taken.callback(self.roles.close)
@@ -522,8 +531,8 @@ class RLTrainer:
         warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
         written, speculation = [path, adapter_path(path)], self.recipe.rollout.speculation
         if role == "actor" and speculation is not None and speculation.learns:
-            written.append(path.with_name(added("drafters")[speculation.type].folder))
-        await checkpoints.bring(self.run, roles.train_group(role), *written)
+            written.append(path.with_name(plugin_entries("drafters")[speculation.type].folder))
+        await checkpoints.bring_to_driver(self.run, roles.train_group(role), *written)
         return [f"{path.name}: {warning}"] if warning else []
 
     def _warnings(self) -> list[str]:
@@ -556,7 +565,7 @@ class RLTrainer:
             return _ResumePoint(0, drafts=await self._mark_drafts())
         await checkpoints.load_states(self._models, found)
         await checkpoints.load_drafts(self.workers.drafting(), found)
-        buffered = await restored_buffered(self.workers.writer, found, self.roles.item)
+        buffered = await restore_buffered_groups(self.workers.writer, found, self.roles.item)
         return _ResumePoint(found.step, found.info["stream"], buffered, await self._mark_drafts())
 
     async def _point(self, step: int, loop: RLLoop) -> _ResumePoint:
@@ -576,10 +585,10 @@ class RLTrainer:
     async def _save(self, at: _ResumePoint) -> None:
         """Saves the state of ``at``, which is the present one."""
         workers, writer = self._saved, self.workers.writer
-        if at.buffered is not None and await hold_buffered(writer, at.buffered):
+        if at.buffered is not None and await save_buffered_groups(writer, at.buffered):
             workers = {**workers, BUFFERED: writer}
         info = {"kl_coef": self.kl.value, "stream": dict(at.stream or {}), "alarm": self.evaluation.state()}
-        await checkpoints.save(self.run, workers, at.step, info)
+        await checkpoints.save_checkpoint(self.run, workers, at.step, info)
 
     @contextlib.asynccontextmanager
     async def _saved_if_clean(self, loop: RLLoop) -> AsyncIterator[None]:
@@ -608,13 +617,15 @@ def _permutation(seed: int, step: int, num: int) -> Tensor:
 
 def _trained_model(packed: PackedModel, path: Path) -> PreTrainedModel:
     """Returns the model of ``packed``, or, where that has no contents, what was saved at ``path``; as
-    ``load_trained``."""
+    ``load_saved_model``."""
     if packed.device.type != "meta":
         return packed.model
     load = load_causal_lm if isinstance(packed, PackedCausalLM) else load_scalar_model
-    return load_trained(path, partial(load, trust_remote_code=brings_code(packed.model)))
+    return load_saved_model(path, partial(load, trust_remote_code=has_custom_code(packed.model)))
 
 
 def plugin_warnings(roles: RLRoles, path: Path) -> list[str]:
     """Returns what the checks of plug-ins say of a run that is about to begin in ``path``."""
-    return [text for plugin in plugins() for check in plugin.checks for text in load(check)(roles, path)]
+    return [
+        text for plugin in installed_plugins() for check in plugin.checks for text in load_object(check)(roles, path)
+    ]

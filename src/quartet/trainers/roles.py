@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from quartet.batch.trajectory import TrajectoryEnd, last_ones
+from quartet.batch.trajectory import TrajectoryEnd, last_sequences
 from quartet.config import UserError
 from quartet.config.algorithms import (
     PPO,
@@ -26,31 +26,31 @@ from quartet.config.algorithms import (
     OptimalTokenBaseline,
     PolicyGradient,
     ReMax,
-    Selection,
+    SelectionAlgorithm,
     keeps_trajectories_whole,
     kl_term,
     reads_old_logprobs,
 )
-from quartet.config.recipe import EnvironmentConfig, RLRecipe, without_effect
-from quartet.data.datasets import PromptData, PromptItem, draw
-from quartet.envs.episode import Act, EpisodeError, EpisodeLimits, FinishedEpisode, NoRoom, run_episode
+from quartet.config.recipe import EnvironmentConfig, RLRecipe, unused_settings
+from quartet.data.datasets import PromptData, PromptItem, draw_row
+from quartet.envs.episode import ActFunction, ContextFull, EpisodeError, EpisodeLimits, FinishedEpisode, run_episode
 from quartet.envs.protocol import Environment, EnvironmentFactory, Item, environment_factory
-from quartet.envs.transcript import SOURCE, Seen
-from quartet.models.logprobs import Limits
+from quartet.envs.transcript import SOURCE, ObservedState
+from quartet.models.logprobs import SamplingLimits
 from quartet.models.packed_model import PackedModel
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.sampler import sample_seed
-from quartet.schedule.groups import Group
-from quartet.schedule.iteration import ModelScorer, PartScorer, Scorer, side_by_side
+from quartet.schedule.groups import PromptGroup
+from quartet.schedule.iteration import ModelScorer, Scorer, SubsetScorer, run_concurrently
 from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelStats, ModelWorker, TrainWorker
 from quartet.schedule.role_group import LocalGroup, RoleGroup
-from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout import RolloutDriver
 from quartet.schedule.rollout_worker import PromptRequest, TurnRequest, sampling_params
 from quartet.schedule.weight_sync import CanarySpec
 from quartet.text.tokenizer import check_vocabulary
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 from quartet.trainers.devices import CPU, META
 from quartet.trainers.experience import ENTROPIES, SHARP
 from quartet.trainers.input_sources import (
@@ -58,7 +58,7 @@ from quartet.trainers.input_sources import (
     check_budget,
     check_context,
     context_length,
-    prompt_data,
+    load_prompts,
     vocabulary_size,
 )
 from quartet.trainers.model_loader import (
@@ -68,11 +68,11 @@ from quartet.trainers.model_loader import (
     RewardSources,
     UserObjects,
     build_ptx,
-    fit_to_data,
+    check_reward_columns,
     reward_functions,
     reward_weights,
 )
-from quartet.trainers.sharded_models import check_cuts, shardings
+from quartet.trainers.sharded_models import check_cuts, role_shardings
 
 
 class EpisodeRunner:
@@ -88,7 +88,7 @@ class EpisodeRunner:
         self,
         make: EnvironmentFactory,
         config: EnvironmentConfig,
-        policy: Rollout,
+        policy: RolloutDriver,
         limits: EpisodeLimits,
         *,
         run_seed: int,
@@ -103,7 +103,7 @@ class EpisodeRunner:
 
     async def group(
         self, index: int, item: PromptItem, sampling: SamplingParams, num_episodes: int, *, draw: int | None = None
-    ) -> Group:
+    ) -> PromptGroup:
         """Runs the episodes of ``item``.
 
         Args:
@@ -112,7 +112,7 @@ class EpisodeRunner:
             draw: what is sampled depends on it, the prompt's id, the episode and the turn; ``index`` when left out.
         """
         drawn = index if draw is None else draw
-        endings = await side_by_side([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
+        endings = await run_concurrently([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
         return await self._policy.episodes(index, item, endings)
 
     async def _episode(
@@ -120,11 +120,11 @@ class EpisodeRunner:
     ) -> FinishedEpisode:
         name = f"{index}.{response}"
 
-        async def act(turn: int, seen: Seen) -> str:
+        async def act(turn: int, seen: ObservedState) -> str:
             params = replace(sampling, seed=sample_seed(self._run_seed, draw, item.prompt_id, response, turn))
             ended = await self._policy.act(index, TurnRequest(f"{name}.{turn}", name, seen, params, self._limits))
             if ended.text is None:
-                raise NoRoom(ended.held or 0)
+                raise ContextFull(ended.held or 0)
             return ended.text
 
         seed = sample_seed(self._run_seed, draw, f"{SOURCE}\x1f{item.prompt_id}", 0)
@@ -135,7 +135,7 @@ class EpisodeRunner:
             self._on_episode_end(1)
         return ending
 
-    async def _played(self, name: str, about: Item, act: Act) -> FinishedEpisode:
+    async def _played(self, name: str, about: Item, act: ActFunction) -> FinishedEpisode:
         """Plays the episode, under the rule for environments that fail."""
         try:
             return await run_episode(name, self._make, about, act, self._limits)
@@ -186,14 +186,14 @@ class RLRoles:
         )
         check_vocabulary(loader.tokenizer, vocabulary_size(loader.actor_model))
         self.codec, context = loader.codec, context_length(loader.actor_model)
-        self.prompts = prompt_data(recipe.data, objects.prompts, self.codec, context, "data")
-        fit_to_data(functions, self.prompts, self.codec)
+        self.prompts = load_prompts(recipe.data, objects.prompts, self.codec, context, "data")
+        check_reward_columns(functions, self.prompts, self.codec)
         evaluation, rows = recipe.held_out, objects.evaluation_prompts
         only_functions = reward_functions(evaluation.rewards, objects.evaluation_rewards)
         self.evaluation_prompts: PromptData | None = None
         if recipe.evaluation is not None or rows is not None:
-            self.evaluation_prompts = prompt_data(evaluation.data, rows, self.codec, context, "evaluation.data")
-            fit_to_data(functions + only_functions, self.evaluation_prompts, self.codec)
+            self.evaluation_prompts = load_prompts(evaluation.data, rows, self.codec, context, "evaluation.data")
+            check_reward_columns(functions + only_functions, self.evaluation_prompts, self.codec)
         longest = _longest(recipe, self.prompts, context)
         _check_budgets(recipe, longest)
         with contextlib.ExitStack() as taken:
@@ -215,7 +215,7 @@ class RLRoles:
                 )
             self.critic = loader.critic_engine
             self._check_contexts(longest)
-            check_cuts(loader, shardings(recipe, shares_reference=shares_reference))
+            check_cuts(loader, role_shardings(recipe, shares_reference=shares_reference))
             self.ptx = build_ptx(recipe, objects.ptx_rows, self.codec, context)
             self.actor = loader.actor_engine
             self._check_refresh()
@@ -282,7 +282,7 @@ class RLRoles:
     def warnings(self) -> list[str]:
         """Tells what was left out of the data or converted, and what was changed about the models, in words."""
         held_out = self.evaluation_prompts.remarks if self.evaluation_prompts is not None else ()
-        found = without_effect(self.recipe)
+        found = unused_settings(self.recipe)
         found += [f"data: {warning}" for warning in self.prompts.remarks]
         found += [f"held-out data: {warning}" for warning in held_out]
         found += self.rewards.warnings() + self.evaluation_rewards.warnings()
@@ -308,7 +308,7 @@ class RLRoles:
 
     def item(self, index: int) -> PromptItem:
         """Returns the prompt of stream index ``index``: data in an order drawn anew for every pass."""
-        row, _ = draw(self.recipe.seed, index, self.prompts.order)
+        row, _ = draw_row(self.recipe.seed, index, self.prompts.order)
         return self.prompts.items[row]
 
     def requests(self, index: int) -> tuple[PromptItem, PromptRequest]:
@@ -343,19 +343,21 @@ class RLRoles:
         found += self.evaluation_rewards.scorers(leases, self.groups) if held_out else []
         if self.environment is None:
             return found
-        return [scorer if isinstance(scorer, EpisodeScorer) else PartScorer(scorer, last_ones) for scorer in found]
+        return [
+            scorer if isinstance(scorer, EpisodeScorer) else SubsetScorer(scorer, last_sequences) for scorer in found
+        ]
 
     def column_scorers(self, leases: LeaseContext) -> list[ModelScorer]:
         """Returns the columns that this recipe's algorithm really reads, beside the rewards."""
         recipe, groups = self.recipe, self.groups
-        policy = Needs(logprobs=True, mask="action_mask", temperature=recipe.rollout.sampling.temperature)
+        policy = ForwardNeeds(logprobs=True, mask="action_mask", temperature=recipe.rollout.sampling.temperature)
         found: list[ModelScorer] = []
         if self.reference is not None:
             reads: dict[str, int | None] = {"actor": None} if self.shares_reference else {}
             found.append(ModelScorer(leases, "reference", groups["reference"], policy, "ref_logprobs", reads=reads))
         if needs_old_logprobs(recipe):
-            own, algorithm = replace(policy, limits=limits_of(recipe)), recipe.algorithm
-            beside, further = dict[str, str](), dict[str, Needs]()
+            own, algorithm = replace(policy, limits=policy_limits(recipe)), recipe.algorithm
+            beside, further = dict[str, str](), dict[str, ForwardNeeds]()
             if isinstance(algorithm, PolicyGradient) and algorithm.top_entropy_quantile < 1:
                 own, beside = replace(own, entropies=True), {"entropies": ENTROPIES}
             if isinstance(algorithm, OptimalTokenBaseline):
@@ -365,14 +367,16 @@ class RLRoles:
         if self.critic is not None:
             # The values of the states behind tokens are read, too.
             after = isinstance(recipe.algorithm, PPO) and recipe.algorithm.bootstrap_truncated
-            needs = Needs(values=True, step_scores=after, mask="action_mask")
+            needs = ForwardNeeds(values=True, step_scores=after, mask="action_mask")
             next_values = {"step_scores": "next_values"} if after else {}
             found.append(ModelScorer(leases, "critic", groups["critic"], needs, "values", next_values, trains=True))
         return found
 
     # Episodes --------------------------------------------------------------------------------------------
 
-    def source(self, rollout: Rollout, on_episode_end: Callable[[int], None]) -> Callable[[int], Awaitable[Group]]:
+    def source(
+        self, rollout: RolloutDriver, on_episode_end: Callable[[int], None]
+    ) -> Callable[[int], Awaitable[PromptGroup]]:
         """Returns ``index → group`` of the stream: answers to prompts, or episodes where the recipe has an
         environment."""
         if self.environment is None:
@@ -382,7 +386,9 @@ class RLRoles:
         sampling = sampling_params(recipe.rollout.sampling, self.codec)
         return lambda index: runner.group(index, self.item(index), sampling, recipe.responses_per_prompt)
 
-    def episode_runner(self, policy: Rollout, on_episode_end: Callable[[int], None] | None = None) -> EpisodeRunner:
+    def episode_runner(
+        self, policy: RolloutDriver, on_episode_end: Callable[[int], None] | None = None
+    ) -> EpisodeRunner:
         recipe, config = self.recipe, self.recipe.environment
         assert config is not None and self.environment is not None, "a recipe with an environment"
         limits = EpisodeLimits(
@@ -400,7 +406,7 @@ class RLRoles:
     @property
     def refresh_steps(self) -> int | None:
         """Every so many steps the reference takes over the actor's weights, with its adapters in them."""
-        return refresh_steps(self.recipe) if self.reference is not None else None
+        return reference_refresh_steps(self.recipe) if self.reference is not None else None
 
     def _check_refresh(self) -> None:
         if self.refresh_steps is None or self.reference is None:
@@ -431,21 +437,21 @@ def needs_old_logprobs(recipe: RLRecipe) -> bool:
     """Tells whether a run needs the policy's own ``old`` log-probabilities. The first mini-batch's ``old`` is its own
     forward pass; only later ones, KL in the reward, or what depends on all tokens of a step, need another.
     """
-    if isinstance(recipe.algorithm, Selection):
+    if isinstance(recipe.algorithm, SelectionAlgorithm):
         return False
     kl = kl_term(recipe.algorithm)
     is_in_reward = kl.coef > 0 and kl.place == "reward"
     return recipe.minibatches * recipe.epochs > 1 or is_in_reward or reads_old_logprobs(recipe.algorithm)
 
 
-def limits_of(recipe: RLRecipe) -> Limits | None:
+def policy_limits(recipe: RLRecipe) -> SamplingLimits | None:
     """Returns what the policy's log-probabilities leave out, as its sampling does. The reference's are always of all
     tokens: their difference is the KL divergence of what is sampled from the reference.
     """
     sampling = recipe.rollout.sampling
     if not (sampling.truncates and sampling.truncated_logprobs):
         return None
-    return Limits(sampling.top_p, sampling.top_k, sampling.min_p)
+    return SamplingLimits(sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def needs_greedy(recipe: RLRecipe) -> bool:
@@ -506,5 +512,5 @@ def _check_budgets(recipe: RLRecipe, longest: int) -> None:
         check_budget(longest, config.forward_token_budget, f"{role}.train.forward_token_budget")
 
 
-def refresh_steps(recipe: RLRecipe) -> int | None:
+def reference_refresh_steps(recipe: RLRecipe) -> int | None:
     return recipe.algorithm.refresh_steps if isinstance(recipe.algorithm, OnlineDPO) else None

@@ -30,26 +30,26 @@ from transformers import PreTrainedModel
 from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
 from quartet.config.load import dump_recipe
-from quartet.config.plugins import storage
+from quartet.config.plugins import storage_for
 from quartet.config.recipe import Recipe
 from quartet.config.run import TrainingRecipe
 from quartet.config.strict import is_url
 from quartet.observe import memory
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
-from quartet.observe.callbacks import Callback, Callbacks, Control, as_callbacks
-from quartet.observe.files import ENDED, LOCK, Tail, replace_atomically
+from quartet.observe.callbacks import Callback, Callbacks, RunControl, build_callbacks
+from quartet.observe.files import ENDED, LOCK, FileTail, replace_atomically
 from quartet.observe.files import truncate_after as truncate_rows_after
-from quartet.observe.health import examine
+from quartet.observe.health import examine_health
 from quartet.observe.process import set_up_logging
 from quartet.observe.progress import Progress
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.trackers import (
-    DeliveredTracker,
+    BackgroundTracker,
     JsonlTracker,
-    TrackedRun,
+    RunInfo,
     build_trackers,
-    metrics_of_row,
+    metrics_from_row,
 )
 from quartet.text.loading import OLDER_MODEL
 from quartet.train.checkpoint import (
@@ -58,24 +58,25 @@ from quartet.train.checkpoint import (
     checkpoint_path,
     claimed_steps,
     newest_checkpoint,
-    prune,
-    set_aside_after,
+    prune_checkpoints,
+    set_aside_checkpoints_after,
 )
-from quartet.trainers.devices import compute_device, resolved, use_threads
+from quartet.trainers.devices import compute_device, resolved_settings, use_threads
 from quartet.trainers.run_files import (
     OTHER_LENGTH,
     Resume,
     check_resumable,
-    inspect,
-    job_of,
+    inspect_run,
+    lock_run,
+    naming_write_errors,
     output_path,
-    pinned,
+    pin_hub_names,
+    recipe_job,
     software_versions,
-    take_lock,
+    untested_torch,
     write_cards,
     write_json,
     write_models,
-    writing,
 )
 from quartet.trainers.signals import StopSignals, stop_signals
 
@@ -87,7 +88,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.
 _log = logging.getLogger(__name__)
 
 
-class LocalRun:
+class LocalRunStorage:
     """What a run does for a store where its ``output_dir`` is a directory: nothing."""
 
     def check(self, resume: bool) -> dict[str, Any] | None:
@@ -165,7 +166,7 @@ class RunDirectory:
     ) -> None:
         self.path = path
         self.recipe = recipe
-        self.job = job_of(recipe)
+        self.job = recipe_job(recipe)
         self.name = path.name
         self.warnings: list[str] = []
         self._tell = tell
@@ -174,31 +175,31 @@ class RunDirectory:
         self._lock: TextIO | None = None
         self._records = contextlib.ExitStack()
         self.writer = BackgroundWriter({CHECKPOINT: 1})
-        self.callbacks = Callbacks(callbacks, Control(recipe, path))
+        self.callbacks = Callbacks(callbacks, RunControl(recipe, path))
         self.has_stopped = self._has_failed = False
-        self._trackers: list[DeliveredTracker] = []
+        self._trackers: list[BackgroundTracker] = []
         self._signals = StopSignals()
         self._info: dict[str, Any] = {}
         self._pinned, self._commits = recipe, dict[str, str]()
-        self.remote = LocalRun()
+        self.remote = LocalRunStorage()
         if is_url(url := recipe.output_dir):
             keep, timeout_s = recipe.checkpoint.keep, recipe.checkpoint.upload_timeout_s
-            self.remote = storage(str(url)).remote_run(path, tell, keep=keep, timeout_s=timeout_s)
+            self.remote = storage_for(str(url)).remote_run(path, tell, keep=keep, timeout_s=timeout_s)
         noted = self.remote.check(bool(resume))
         self._found = (self._inspect() or {}) if noted is None else noted
 
     def pin(self, recipe: R) -> R:
-        """Returns the recipe of the run, as ``pinned`` gives it: what is loaded, and noted in ``run.json``."""
-        found, self._commits = pinned(recipe, self._found.get("commits"), self.warning)
+        """Returns the recipe of the run, as ``pin_hub_names`` gives it: what is loaded, and noted in ``run.json``."""
+        found, self._commits = pin_hub_names(recipe, self._found.get("commits"), self.warning)
         self._pinned = found
         return found
 
     # Ownership -------------------------------------------------------------------------------------------
 
     def _claim(self) -> None:
-        with writing(self.path):
+        with naming_write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(self.path / LOCK)
+            self._lock = lock_run(self.path / LOCK)
         self.remote.restore(bool(self._resume))
         # Looked at again: another process may have come between.
         found = self._inspect()
@@ -211,19 +212,21 @@ class RunDirectory:
             "status": "running",
             "versions": software_versions(),
             "resolved": self._resolved,
-            "processor": memory.processor(),
+            "processor": memory.describe_processor(),
             **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
             **({"commits": self._commits} if self._commits else {}),
             **({OLDER_MODEL: True} if former.get(OTHER_LENGTH) or former.get(OLDER_MODEL) else {}),
         }
         if found is None or found[OTHER_LENGTH]:
-            with writing(self.path / "recipe.yaml"):
+            with naming_write_errors(self.path / "recipe.yaml"):
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
         if found is not None and found["status"] == "running":
             self.warning(f"the process that ran it before {ENDED}: its status was still running")
         elif found is None and self._resume is True:
             self._tell(f"{self.path} holds nothing to resume: a new run starts")
+        if (remark := untested_torch()) is not None and remark not in self._info.get("remarks", ()):
+            self.warning(remark)
         self.remote.saved()
 
     def _release(self) -> None:
@@ -233,7 +236,7 @@ class RunDirectory:
 
     def _inspect(self) -> dict[str, Any] | None:
         """Returns what is there: None for nothing; errors for what must not be touched."""
-        found = inspect(self.path, self.recipe, resume=bool(self._resume))
+        found = inspect_run(self.path, self.recipe, resume=bool(self._resume))
         if found is not None:
             check_resumable(self.path, found, self._resolved)
         return found
@@ -261,7 +264,7 @@ class RunDirectory:
             if error is not None:
                 self.callbacks.fail(error)
             try:
-                with writing(self.path):
+                with naming_write_errors(self.path):
                     self._close_records(abandon=kind is not None and issubclass(kind, KeyboardInterrupt))
             except UserError as refused:
                 # The error on its way out matters more than records that a full disk refuses.
@@ -283,7 +286,7 @@ class RunDirectory:
         finally:
             self._release()
         if isinstance(failure, OSError) and failure.errno in _DISK:
-            with writing(self.path):
+            with naming_write_errors(self.path):
                 raise failure
         if failure is not None and failure is not error:
             raise failure
@@ -307,9 +310,9 @@ class RunDirectory:
         Metrics and rollouts count complete steps; spans carry the index of the step they belong to, from 0. Without a
         checkpoint everything is written again, the figures from before the first step too.
         """
-        with writing(self.path):
-            set_aside_after(self.checkpoints, step)
-            prune(self.checkpoints, self.recipe.checkpoint.keep)
+        with naming_write_errors(self.path):
+            set_aside_checkpoints_after(self.checkpoints, step)
+            prune_checkpoints(self.checkpoints, self.recipe.checkpoint.keep)
             for exported in filter(lambda exported: exported > step, claimed_steps(self.exports)):
                 shutil.rmtree(checkpoint_path(self.exports, exported), ignore_errors=True)
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
@@ -317,11 +320,11 @@ class RunDirectory:
             rollout_store.truncate_rollouts_after(self.path / "rollouts", step)
             if not self._trackers:  # they stay when workers are replaced
                 path = self.path.absolute()
-                about = TrackedRun(path.name, path, self.recipe.model_dump(mode="json"), step)
+                about = RunInfo(path.name, path, self.recipe.model_dump(mode="json"), step)
                 self._trackers = build_trackers(self.recipe.log, about, self._tell, self.warning)
             self.tracker = JsonlTracker(self.path / "metrics.jsonl", self._trackers)
             self._records.callback(self.tracker.close)
-            self._health = examine(Tail(self.path / "metrics.jsonl", metrics_of_row).poll())
+            self._health = examine_health(FileTail(self.path / "metrics.jsonl", metrics_from_row).poll())
             self.recorder = SpanRecorder(self.path / "spans.jsonl")
             self._records.callback(self.recorder.close)
         self.callbacks.begin()
@@ -348,7 +351,7 @@ class RunDirectory:
         self.drain()
         summary = {"job": self.job, "seed": self.recipe.seed, "versions": software_versions(), **results}
         self.callbacks.tell_saved()
-        with writing(self.path):
+        with naming_write_errors(self.path):
             write_models(self.path)
             write_cards(self.path, self.recipe, self._pinned, summary)  # which its users may edit
         write_json(self.path / "summary.json", summary)
@@ -426,7 +429,7 @@ class RunDirectory:
     def begin_export(self, step: int) -> Path:
         """Makes a new directory for the model after ``step`` steps; it does not count until ``complete_export``."""
         draft = self.exports.absolute() / f".draft_{step:08d}"
-        with writing(draft):
+        with naming_write_errors(draft):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
         return self.remote.begin(draft)
@@ -434,7 +437,7 @@ class RunDirectory:
     def complete_export(self, draft: Path, step: int) -> None:
         """Gives an export its name."""
         final = checkpoint_path(self.exports, step)
-        with writing(final):
+        with naming_write_errors(final):
             write_models(draft)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(draft, final)
@@ -538,9 +541,9 @@ def open_run(
     set_up_logging(recipe.log.level, "driver")
     use_threads(recipe)
     progress = progress if progress is not None else Progress()
-    path, device = output_path(recipe.output_dir, job_of(recipe), resume), compute_device(recipe, passed)
+    path, device = output_path(recipe.output_dir, recipe_job(recipe), resume), compute_device(recipe, passed)
     for section in recipe.log.chosen_trackers:
         section.check()
-    told = as_callbacks(callbacks, recipe.callbacks if isinstance(recipe, TrainingRecipe) else ())
-    options: dict[str, Any] = {"tell": progress.print, "resolved": resolved(recipe, device), "callbacks": told}
+    told = build_callbacks(callbacks, recipe.callbacks if isinstance(recipe, TrainingRecipe) else ())
+    options: dict[str, Any] = {"tell": progress.print, "resolved": resolved_settings(recipe, device), "callbacks": told}
     return RunDirectory(path, recipe, resume=resume, **options), progress, device

@@ -36,20 +36,28 @@ import yaml
 from safetensors import SafetensorError
 
 from quartet.config import UserError
-from quartet.config.common import HubConfig, ModelConfig, Strict
-from quartet.config.engines import Speculation
+from quartet.config.common import HubConfig, ModelConfig, StrictModel
+from quartet.config.engines import BaseSpeculationConfig
 from quartet.config.errors import read_error, read_file, write_error
 from quartet.config.evaluation import ComparisonConfig
 from quartet.config.load import dump_recipe
-from quartet.config.plugins import added, storage
+from quartet.config.plugins import plugin_entries, storage_for
 from quartet.config.recipe import Recipe, RLRecipe
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import flatten, is_url
 from quartet.config.yamls import parse_yaml
-from quartet.observe.files import FileDigest, changed_file, digest_files, replace_atomically, seal, unseal
-from quartet.remote.hub import pin, split_name
-from quartet.text.loading import local_directory
+from quartet.observe.files import (
+    FileDigest,
+    digest_files,
+    find_changed_file,
+    replace_atomically,
+    seal_json,
+    unseal_json,
+)
+from quartet.remote.hub import pin_revision, split_name
+from quartet.text.loading import expand_local_path
 
+UNTESTED_TORCH = "2.14"
 FREE_KEYS = (
     "output_dir",
     "log",
@@ -74,7 +82,7 @@ Resume = bool | Literal["auto"]
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def naming_write_errors(path: Path) -> Iterator[None]:
     """Turns a failure to write ``path`` (disk full, no permission, …) into a UserError with its own remedy."""
     try:
         yield
@@ -82,7 +90,7 @@ def writing(path: Path) -> Iterator[None]:
         raise write_error(path, error) from error
 
 
-def job_of(recipe: Recipe) -> str:
+def recipe_job(recipe: Recipe) -> str:
     return str(getattr(recipe, "job", "run"))
 
 
@@ -94,7 +102,7 @@ def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
         UserError: a run is to be resumed, and nothing says where it is.
     """
     if output_dir:
-        return storage(output_dir).work_dir() if is_url(output_dir) else Path(output_dir)
+        return storage_for(output_dir).work_dir() if is_url(output_dir) else Path(output_dir)
     default = Path("runs") / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
     if resume:
         raise UserError(
@@ -116,16 +124,16 @@ def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]]
     if resume != "auto":
         return None
     if is_url(recipe.output_dir):
-        path = storage(str(recipe.output_dir)).records((MARKER, RECIPE, SUMMARY))
+        path = storage_for(str(recipe.output_dir)).records((MARKER, RECIPE, SUMMARY))
     else:
-        path = output_path(recipe.output_dir, job_of(recipe), resume)
-    marker = inspect(path, recipe, resume=True)
+        path = output_path(recipe.output_dir, recipe_job(recipe), resume)
+    marker = inspect_run(path, recipe, resume=True)
     if marker is None or marker["status"] != "done" or marker[OTHER_LENGTH]:
         return None
-    return found_summary(path)
+    return find_summary(path)
 
 
-def found_summary(path: Path) -> tuple[Path, dict[str, Any]] | None:
+def find_summary(path: Path) -> tuple[Path, dict[str, Any]] | None:
     """Returns the directory and its ``summary.json``; None where that is not there or damaged, and so must be made
     again."""
     try:
@@ -135,14 +143,14 @@ def found_summary(path: Path) -> tuple[Path, dict[str, Any]] | None:
     return (path, summary) if isinstance(summary, dict) and summary.get("stages") else None
 
 
-def inspect(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | None:
+def inspect_run(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | None:
     """Returns the ``run.json`` of the run in ``path``, and whether it was to have another length; None where there is
     no run.
 
     Raises:
         UserError: what is there must not be touched: another run, other files, a run that is not to be resumed.
     """
-    job = job_of(recipe)
+    job = recipe_job(recipe)
     try:
         if not path.exists():
             return None
@@ -188,13 +196,13 @@ def read_json(path: Path) -> Any:
         raise _damaged(path, f"no JSON text ({str(error)[:100]})") from error
 
 
-def completed(path: Path, tell: Callable[[str], object]) -> dict[str, Any] | None:
+def completed_stage(path: Path, tell: Callable[[str], object]) -> dict[str, Any] | None:
     """Returns the one stage in ``summary.json`` of a job that is part of a larger one; None where it has to go on.
 
     That is also where its models are not as it left them, which ``tell`` is told: a job that goes on from its last
     checkpoint writes them once more.
     """
-    if (found := found_summary(path)) is None:
+    if (found := find_summary(path)) is None:
         return None
     if changed := _changed_model(path):
         tell(f"{path / changed} is not what the stage has written: it writes it anew")
@@ -210,18 +218,18 @@ def write_models(path: Path) -> None:
     """
     digests = {
         f"{name}/{file}": asdict(digest)
-        for name in ("model", "critic", *sorted({kind.folder for kind in added("drafters").values()}))
+        for name in ("model", "critic", *sorted({kind.folder for kind in plugin_entries("drafters").values()}))
         for file, digest in digest_files(path / name).items()
     }
     if digests:
-        replace_atomically(path / MODELS, seal({"files": digests}))
+        replace_atomically(path / MODELS, seal_json({"files": digests}))
 
 
 def write_digests(directory: Path) -> None:
     """Writes ``models.json`` in a model directory of its own; raises as ``write_models``."""
     (directory / MODELS).unlink(missing_ok=True)  # a copy's
     if digests := {name: asdict(digest) for name, digest in digest_files(directory).items()}:
-        replace_atomically(directory / MODELS, seal({"files": digests}))
+        replace_atomically(directory / MODELS, seal_json({"files": digests}))
 
 
 def _changed_model(path: Path, prefix: str = "", suffix: str = "") -> str | None:
@@ -230,14 +238,14 @@ def _changed_model(path: Path, prefix: str = "", suffix: str = "") -> str | None
     if not os.path.lexists(path / MODELS):
         return None
     try:
-        files = unseal(read_file(path / MODELS))["files"]
+        files = unseal_json(read_file(path / MODELS))["files"]
     except (UserError, ValueError):
         return MODELS
     found = {name: digest for name, digest in files.items() if name.startswith(prefix) and name.endswith(suffix)}
-    return changed_file(path, {name: FileDigest(**digest) for name, digest in found.items()})
+    return find_changed_file(path, {name: FileDigest(**digest) for name, digest in found.items()})
 
 
-def check_written(directory: Path) -> None:
+def verify_model_digests(directory: Path) -> None:
     """Compares the weights in a model directory with the digests that were written with them, in it or in its run.
 
     Users may edit what is beside the weights; and what no run has written has no digests.
@@ -278,7 +286,7 @@ def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job
             remedy=f"run `quartet {found['job']}`, or choose another output_dir",
         )
     changed = changed_keys(read_recipe(path / RECIPE), parse_yaml(dump_recipe(recipe)))
-    if not is_other_length(recipe, changed):
+    if not differs_only_in_length(recipe, changed):
         raise UserError(
             f"{path} was started with another recipe",
             found="; ".join(changed[:5]),
@@ -293,7 +301,7 @@ def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job
     return bool(changed)
 
 
-def is_other_length(recipe: Recipe, changed: Sequence[str]) -> bool:
+def differs_only_in_length(recipe: Recipe, changed: Sequence[str]) -> bool:
     """Tells whether nothing else of what ``changed_keys`` found would have to stay as it was."""
     keys = ("steps:", "epochs:") if isinstance(recipe, SupervisedRecipe) else ("steps:",)
     has_length = isinstance(recipe, SupervisedRecipe | RLRecipe)
@@ -366,7 +374,7 @@ def _from_run(recipe: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def take_lock(path: Path) -> TextIO:
+def lock_run(path: Path) -> TextIO:
     """Takes the lock file of a run, open and locked; closing it gives the run back.
 
     Raises:
@@ -393,9 +401,18 @@ def software_versions() -> dict[str, str]:
     return found | {package: version(package) for package in ("quartet-rl", "transformers")}
 
 
+def untested_torch() -> str | None:
+    """Returns the remark on a torch that is newer than those with which the tests were run."""
+    if torch.__version__ < UNTESTED_TORCH:
+        return None
+    return (
+        f"torch {torch.__version__} is newer than the versions that quartet-rl was tested with (below {UNTESTED_TORCH})"
+    )
+
+
 def write_json(path: Path, value: object) -> None:
     """Writes atomically: a reader sees the old file or the new one."""
-    with writing(path):
+    with naming_write_errors(path):
         replace_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
@@ -404,7 +421,7 @@ _SAID = ("eval/", "loss/", "reward/", "kl/", "sft/", "reward_model/", "preferenc
 """Figures of the last step that say how well it learned; seconds, memory and such are left out."""
 
 
-def pinned(recipe: R, former: object, tell: Callable[[str], object]) -> tuple[R, dict[str, str]]:
+def pin_hub_names(recipe: R, former: object, tell: Callable[[str], object]) -> tuple[R, dict[str, str]]:
     """Returns the recipe with ``owner/name@commit`` in the place of every name of the hub; and these by their keys.
 
     Args:
@@ -431,7 +448,7 @@ class _Pins:
         dot = f"{key}." if key else ""
         if isinstance(value, tuple):
             return tuple(self.section(each, f"{dot}{number}") for number, each in enumerate(value))
-        if not isinstance(value, Strict):
+        if not isinstance(value, StrictModel):
             return value
         changes = {name: self.section(getattr(value, name), f"{dot}{name}") for name in value.model_fields_set}
         if isinstance(value, HubConfig):
@@ -439,9 +456,9 @@ class _Pins:
             changes |= {"revision": None, named: self._name(f"{dot}{named}", getattr(value, named), value.revision)}
             if getattr(value, "tokenizer", None) is not None:
                 changes["tokenizer"] = self._name(f"{dot}tokenizer", changes["tokenizer"], None, "tokenizer")
-        if isinstance(value, Speculation) and hasattr(value, "path"):
+        if isinstance(value, BaseSpeculationConfig) and hasattr(value, "path"):
             changes["path"] = self._name(
-                f"{dot}path", value.path, None, "drafter", added("drafters")[value.type].folder
+                f"{dot}path", value.path, None, "drafter", plugin_entries("drafters")[value.type].folder
             )
         changes = {name: new for name, new in changes.items() if new != getattr(value, name)}
         return value.model_copy(update=changes) if changes else value
@@ -453,7 +470,7 @@ class _Pins:
             return None
         full = name if revision is None else f"{name}@{revision}"
         try:
-            if local_directory(full, what, part) is not None:
+            if expand_local_path(full, what, part) is not None:
                 return name
         except UserError:
             if revision is not None:
@@ -463,7 +480,7 @@ class _Pins:
         if isinstance(then, str) and split_name(then)[0] == split_name(full)[0]:
             found = then
         else:
-            found, remark = pin(full, weights=what != "tokenizer")
+            found, remark = pin_revision(full, weights=what != "tokenizer")
             if remark is not None:
                 self._tell(remark)
         self.commits[key] = found

@@ -13,19 +13,19 @@ from transformers import PreTrainedModel
 from quartet.config import UserError
 from quartet.config.common import ShardingConfig
 from quartet.config.recipe import RLRecipe
-from quartet.config.rewards import ModelSource
+from quartet.config.rewards import BaseModelReward
 from quartet.schedule.model_worker import ScoreWorker, TrainWorker
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.layer_plan import check_cut
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.trainers.devices import META
-from quartet.trainers.model_loader import PTX, ModelLoader, UserObjects, user_models
+from quartet.trainers.model_loader import ModelLoader, PTXData, UserObjects, passed_reward_models
 
 TRAINED_ROLES = ("actor", "critic")
 
 
-def shardings(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, ShardingConfig]:
+def role_shardings(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, ShardingConfig]:
     """Returns role → how its processes hold its model; of roles that are not named each process has a whole copy.
 
     Args:
@@ -40,10 +40,10 @@ def shardings(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, Sharding
     }
 
 
-def model_rewards(recipe: RLRecipe) -> list[ModelSource]:
+def model_rewards(recipe: RLRecipe) -> list[BaseModelReward]:
     """Returns the model sources of reward that the recipe names, of training and of evaluation."""
     only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
-    return [source for source in (*recipe.rewards, *only) if isinstance(source, ModelSource)]
+    return [source for source in (*recipe.rewards, *only) if isinstance(source, BaseModelReward)]
 
 
 def check_cuts(loader: ModelLoader, of_role: Mapping[str, ShardingConfig]) -> None:
@@ -51,7 +51,7 @@ def check_cuts(loader: ModelLoader, of_role: Mapping[str, ShardingConfig]) -> No
 
     Args:
         loader: of models that need no contents.
-        of_role: as of ``shardings``.
+        of_role: as of ``role_shardings``.
 
     Raises:
         UserError: a role's model cannot be cut as the recipe says.
@@ -70,12 +70,12 @@ def _naming(role: str) -> Iterator[None]:
         raise UserError(f"{role}: {error.problem}", found=error.found, remedy=error.remedy) from error
 
 
-class Meshes:
+class RoleMeshes:
     """The meshes of the roles in this process; all processes of a group ask for those of all roles in one order.
 
     Args:
         group: the processes that have these roles together; None where this one is alone.
-        of_role: as of ``shardings``.
+        of_role: as of ``role_shardings``.
     """
 
     def __init__(self, group: DataParallelGroup | None, of_role: Mapping[str, ShardingConfig]) -> None:
@@ -111,7 +111,7 @@ class ShardedModels:
         recipe: RLRecipe,
         objects: UserObjects,
         device: torch.device,
-        meshes: Meshes,
+        meshes: RoleMeshes,
         *,
         shares_reference: bool,
     ) -> None:
@@ -122,7 +122,7 @@ class ShardedModels:
         )
         self._filled: set[int] = set()
 
-    def worker(self, role: str, ptx: PTX | None = None) -> ScoreWorker | TrainWorker:
+    def worker(self, role: str, ptx: PTXData | None = None) -> ScoreWorker | TrainWorker:
         """Makes a worker as ``ModelLoader.worker`` does. Collective over the processes of the role.
 
         Raises:
@@ -160,4 +160,6 @@ class ShardedModels:
         """Reward models from Python."""
         objects, recipe = self._objects, self._recipe
         only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
-        return user_models(recipe.rewards, objects.rewards) | user_models(only, objects.evaluation_rewards)
+        return passed_reward_models(recipe.rewards, objects.rewards) | passed_reward_models(
+            only, objects.evaluation_rewards
+        )

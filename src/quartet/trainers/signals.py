@@ -2,8 +2,8 @@
 
 Inside ``graceful`` the first of them, whichever it is, asks the run to save and end after the step in flight. A SIGINT
 after it stops at once; SIGTERM and SIGUSR1 never do, since schedulers repeat them. Elsewhere (imports, loading,
-evaluation) there is nothing to wait for, and the first stops at once. ``Stopped`` is raised for that wherever the main
-thread is; whatever swallows it there meets it again with the next ``check``.
+evaluation) there is nothing to wait for, and the first stops at once. ``StoppedBySignal`` is raised for that wherever
+the main thread is; whatever swallows it there meets it again with the next ``check``.
 
 The same signal twice within one long operation of the interpreter, which calls the handler afterwards, is one.
 
@@ -25,15 +25,16 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from quartet.config.errors import UserError
-from quartet.observe.process import end_pool
+from quartet.observe.process import end_thread_pool
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 2.0
-"""For so long after ``Stopped`` was raised further signals are ignored: what cleans up is not interrupted by keys that
-were pressed in a row."""
+"""For so long after ``StoppedBySignal`` was raised further signals are ignored: what cleans up is not interrupted by
+keys that were pressed in a row.
+"""
 
 
-class Stopped(KeyboardInterrupt):
+class StoppedBySignal(KeyboardInterrupt):
     """A signal stops the program at once. ``number``: of the first signal that came."""
 
     def __init__(self, number: int) -> None:
@@ -41,7 +42,7 @@ class Stopped(KeyboardInterrupt):
         super().__init__(signal.Signals(number).name)
 
 
-def number_of(stop: BaseException) -> int:
+def signal_number(stop: BaseException) -> int:
     """Returns the signal behind a ``KeyboardInterrupt``; SIGINT where it was not raised here."""
     return int(getattr(stop, "number", signal.SIGINT))
 
@@ -62,7 +63,8 @@ class StopSignals:
         return self.first is not None
 
     def check(self) -> None:
-        """Raises ``Stopped`` where that was due and got lost, and outside ``graceful`` where a signal came inside."""
+        """Raises ``StoppedBySignal`` where that was due and got lost, and outside ``graceful`` where a signal came
+        inside."""
         if self.at_once or (self.requested and not self._graceful):
             raise self._stopped()
 
@@ -116,9 +118,9 @@ class StopSignals:
             self.at_once = True
             raise self._stopped()
 
-    def _stopped(self) -> Stopped:
+    def _stopped(self) -> StoppedBySignal:
         self._raised_s = time.monotonic()
-        return Stopped(self.first or signal.SIGINT)
+        return StoppedBySignal(self.first or signal.SIGINT)
 
 
 _current: StopSignals | None = None
@@ -148,7 +150,7 @@ def stop_signals(*, ends_process: bool = False) -> Iterator[StopSignals]:
             _current = None
 
 
-def take_back_signals() -> None:
+def reclaim_signals() -> None:
     """Takes the signals back after something that sets handlers of its own: Ray has one for SIGTERM, set where it
     connects."""
     if _current is not None:
@@ -183,9 +185,9 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     Raises:
         UserError: this is called by user code that holds up a run until it returns.
     """
-    from quartet.observe.global_state import guarded_code  # brings torch, which --help does without
+    from quartet.observe.global_state import current_guarded_code  # brings torch, which --help does without
 
-    if (caller := guarded_code()) is not None:
+    if (caller := current_guarded_code()) is not None:
         work.close()
         raise UserError(
             f"{caller} starts a run inside of another one, which would wait for ever",
@@ -206,7 +208,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         begun.set()
         return await task[0]
 
-    end_pool()  # of loading, say: what computes for ``work`` has one of its own
+    end_thread_pool()  # of loading, say: what computes for ``work`` has one of its own
     context = contextvars.copy_context()
     with ThreadPoolExecutor(1, thread_name_prefix="quartet-loop") as pool:
         try:

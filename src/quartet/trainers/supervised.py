@@ -27,36 +27,36 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup, connect
-from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, Custom, dispatch
-from quartet.cluster.ranks import End, Ranks
+from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, CustomDispatch, dispatch
+from quartet.cluster.ranks import LastMessage, TorchrunRanks
 from quartet.config import Interrupted, UserError
 from quartet.config.common import DataConfig, RayCluster
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
 from quartet.config.run import SupervisedRecipe
-from quartet.data.datasets import Batches, PreferenceData, SFTData, steps_for
+from quartet.data.datasets import PreferenceData, SFTData, TrainingRows, num_steps_for_epochs
 from quartet.data.lazy import Prefetcher
-from quartet.models.directories import on_meta
+from quartet.models.directories import copy_to_meta
 from quartet.models.loading import (
     adapter_path,
     load_causal_lm,
+    load_saved_model,
     load_scalar_model,
-    load_trained,
     packed_causal_lm,
     packed_scalar_model,
     save_causal_lm,
     save_scalar_model,
-    seen_tokens,
+    seen_token_mask,
 )
-from quartet.models.work import Work
+from quartet.models.work import WorkTotals
 from quartet.observe.callbacks import Callback
 from quartet.observe.health import straggler_metrics
 from quartet.observe.progress import Progress
 from quartet.schedule.clock import ComputeThread
 from quartet.schedule.model_worker import Checkpointed, same_for_all
-from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup, RolesWorker
+from quartet.schedule.role_group import ColocatedWorker, LocalGroup, RemoteGroup, RoleGroup, TorchrunGroup
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Objective, TrainEngine
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 from quartet.train.objectives import PairwiseObjective, SFTObjective
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.loading import load_shares
@@ -64,16 +64,16 @@ from quartet.train.parallel.mesh import Mesh
 from quartet.train.state import Shape
 from quartet.trainers import checkpoints
 from quartet.trainers.checkpoints import TrainResult
-from quartet.trainers.devices import enter_process, precision_on, throughput, worker_device
+from quartet.trainers.devices import resolve_precision, set_up_worker_process, throughput, worker_device
 from quartet.trainers.input_sources import (
     ModelLike,
     TokenizerLike,
     check_budget,
     check_recipe,
+    choose_reader,
     context_length,
     longest_group,
     read_data,
-    reader_of,
     resolve_model,
     resolve_scalar_model,
     resolve_tokenizer,
@@ -81,15 +81,15 @@ from quartet.trainers.input_sources import (
     with_names,
 )
 from quartet.trainers.run import Stopwatch, open_run
-from quartet.trainers.run_files import Resume, read_json, writing
-from quartet.trainers.signals import run_async, stop_signals, take_back_signals
+from quartet.trainers.run_files import Resume, naming_write_errors, read_json
+from quartet.trainers.signals import reclaim_signals, run_async, stop_signals
 
 R = TypeVar("R", bound=SupervisedRecipe)
-D = TypeVar("D", bound=Batches)
+D = TypeVar("D", bound=TrainingRows)
 
 
 @dataclass(frozen=True)
-class Given:
+class PassedObjects:
     """What Python code passes in place of what a recipe names. Copies of it go to workers in other processes."""
 
     model: PreTrainedModel | None = None
@@ -134,7 +134,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
     _rows_key: ClassVar[str]
     """Key of the recipe that says how many rows make a step."""
 
-    def __init__(self, recipe: R, given: Given, device: torch.device, mesh: Mesh | None = None) -> None:
+    def __init__(self, recipe: R, given: PassedObjects, device: torch.device, mesh: Mesh | None = None) -> None:
         self.recipe = recipe
         self.device = device
         self.mesh = mesh if mesh is not None and mesh.copy.size > 1 else None
@@ -147,14 +147,14 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
         self.evaluation: D | None = None
         if recipe.evaluation_data is not None or given.evaluation_rows is not None:
             self.evaluation = self._read("evaluation_data", recipe.evaluation_data, given.evaluation_rows, context)
-        self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), self._rows_per_step)
+        self.steps = recipe.steps or num_steps_for_epochs(recipe.epochs, len(self.data), self._rows_per_step)
         train = recipe.train
         with contextlib.ExitStack() as taken:
             # Where something does not fit after all, the model is given back as it was.
             pack: Callable[..., Any] = packed_scalar_model if recipe.is_scalar else packed_causal_lm
             self.packed = pack(
                 found if self.mesh is not None else found.to(device),
-                precision=precision_on(device, train.precision),
+                precision=resolve_precision(device, train.precision),
                 activation_checkpointing=train.activation_checkpointing,
                 lora=train.lora,
                 seed=recipe.seed,
@@ -168,7 +168,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
             self._begin(given)
             taken.pop_all()
 
-    def _begin(self, given: Given) -> None:
+    def _begin(self, given: PassedObjects) -> None:
         """Takes what else a job needs, once model and data are there."""
 
     def release(self) -> None:
@@ -183,7 +183,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
 
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> D:
         """Reads the rows of ``key`` in the recipe, or those passed, as tokens."""
-        return read_data(config, rows, self.codec, context, key, reader_of(self.recipe))
+        return read_data(config, rows, self.codec, context, key, choose_reader(self.recipe))
 
     @abstractmethod
     def _longest(self) -> int:
@@ -223,7 +223,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
         """
         recipe, empty = self.recipe, self.mesh is not None
         if model is not None and empty:
-            model = on_meta([model])[0]
+            model = copy_to_meta([model])[0]
         if recipe.is_scalar:
             return resolve_scalar_model(recipe.model, model, seed=recipe.seed, empty=empty)
         found = resolve_model(recipe.model, model, partial(load_causal_lm, empty=empty), "model")
@@ -241,7 +241,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
         if not self.recipe.is_scalar:
             return torch.zeros(0, dtype=torch.bool)
         found = (data.seen for data in (self.data, self.evaluation) if data is not None)
-        return seen_tokens(vocabulary_size(self.packed.model), (torch.tensor(sorted(ids)) for ids in found))
+        return seen_token_mask(vocabulary_size(self.packed.model), (torch.tensor(sorted(ids)) for ids in found))
 
     @dispatch(RANK_ZERO)
     def describe(self) -> SupervisedDescription:
@@ -256,8 +256,8 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
             num_evaluation_rows=len(self.evaluation) if self.evaluation is not None else 0,
         )
 
-    @dispatch(Custom(same_for_all, lambda layout, found: Work.joined(found)))
-    def work(self) -> Work:
+    @dispatch(CustomDispatch(same_for_all, lambda layout, found: WorkTotals.joined(found)))
+    def work(self) -> WorkTotals:
         """Returns what all ranks have computed since the last call."""
         return self.packed.work.take(self.packed.device, self.packed.precision)
 
@@ -303,7 +303,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
         """
         self.check_sees(path.parent)
         tokenizer, eos_ids = self.codec.tokenizer, self.codec.eos_ids
-        with writing(path):
+        with naming_write_errors(path):
             if self.recipe.is_scalar:
                 return save_scalar_model(self.packed, tokenizer, path, seen=self._seen(), eos_ids=eos_ids)
             return save_causal_lm(self.packed, tokenizer, path, eos_ids=eos_ids)
@@ -317,7 +317,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
         return self.engine.loading(saved, rest)
 
 
-class SupervisedProcess(RolesWorker):
+class SupervisedProcess(ColocatedWorker):
     """A process of Ray with one worker, ``model``, which loads the model and reads the rows.
 
     Args:
@@ -326,9 +326,9 @@ class SupervisedProcess(RolesWorker):
     """
 
     def __init__(
-        self, kind: type[SupervisedWorker[Any, Any]], recipe: SupervisedRecipe, given: Given, directory: str
+        self, kind: type[SupervisedWorker[Any, Any]], recipe: SupervisedRecipe, given: PassedObjects, directory: str
     ) -> None:
-        group = enter_process(self, recipe.job, recipe, directory, is_group=self.world_size > 1)
+        group = set_up_worker_process(self, recipe.job, recipe, directory, is_group=self.world_size > 1)
         mesh = Mesh.cut(group, recipe.sharding) if group is not None else None
         self.roles = {"model": kind(recipe, given, worker_device(self.device, recipe), mesh)}
 
@@ -380,16 +380,18 @@ class SupervisedTrainer(Generic[R, W]):
         self.path = self.run.path
         # A worker in another process may be in another directory itself.
         self._path_of_workers = self.path if recipe.cluster.type == "local" else self.path.absolute()
-        self._given = Given(passed, own, rows, evaluation_rows, self._reference)
+        self._given = PassedObjects(passed, own, rows, evaluation_rows, self._reference)
         self._worker: W | None = None
         self._processes: WorkerGroup | None = None
-        self._joined: Ranks | None = None
+        self._joined: TorchrunRanks | None = None
         if recipe.cluster.type == "ray":
             self._backend = connect(recipe.cluster.address)
-            take_back_signals()
+            reclaim_signals()
         elif recipe.cluster.type == "local":
             self._worker = cast(W, self.worker_class(recipe, self._given, device))
-            self._given = Given()  # the worker gives them back; kept here, too, they would stay in memory to the end
+            self._given = (
+                PassedObjects()
+            )  # the worker gives them back; kept here, too, they would stay in memory to the end
 
     @property
     def worker(self) -> W:
@@ -454,7 +456,7 @@ class SupervisedTrainer(Generic[R, W]):
             compute = ComputeThread()
             started.callback(compute.close)
             ranks = self._ranks()
-            group = RankGroup(ranks, self._process(), "model", kind, compute, sharding=recipe.sharding)
+            group = TorchrunGroup(ranks, self._process(), "model", kind, compute, sharding=recipe.sharding)
             started.push(partial(_end, ranks, self.path.absolute()))
             return group
         assert isinstance(cluster, RayCluster)
@@ -477,7 +479,7 @@ class SupervisedTrainer(Generic[R, W]):
         self._processes = run_async(asyncio.to_thread(start))
         return RemoteGroup(self._processes, "model", kind, sharding=recipe.sharding)
 
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> TorchrunRanks:
         """Returns the processes of torchrun.
 
         Raises:
@@ -492,14 +494,14 @@ class SupervisedTrainer(Generic[R, W]):
                     remedy="start it as `torchrun … -m quartet` with equally many processes on each node",
                 )
             same = recipe.model_copy(update={"output_dir": None}).model_dump(mode="json")
-            self._joined = Ranks(recipe.job, "gloo" if recipe.device == "cpu" else None, same)
+            self._joined = TorchrunRanks(recipe.job, "gloo" if recipe.device == "cpu" else None, same)
         return self._joined
 
     def _process(self) -> SupervisedProcess:
-        given, self._given = self._given, Given()
+        given, self._given = self._given, PassedObjects()
         return SupervisedProcess(self.worker_class, self.recipe, given, os.getcwd())
 
-    def _serve(self, ranks: Ranks) -> TrainResult:
+    def _serve(self, ranks: TorchrunRanks) -> TrainResult:
         """Does what every rank but the first does: its part of each call."""
         with stop_signals() as signals:
             process = self._process()
@@ -519,7 +521,7 @@ class SupervisedTrainer(Generic[R, W]):
             await self._prepare(group)
             metrics = await self._run_steps(group, about)
             warning = await group.call(SupervisedWorker.write_model, self._path_of_workers / "model")
-            await checkpoints.bring(self.run, group, self.path / "model", adapter_path(self.path / "model"))
+            await checkpoints.bring_to_driver(self.run, group, self.path / "model", adapter_path(self.path / "model"))
             about = await group.call(SupervisedWorker.describe)  # with what was left out of rows as they were drawn
         except ClusterError as error:
             if self._joined is None:  # torchrun has sent the signal, since a rank died
@@ -562,11 +564,11 @@ class SupervisedTrainer(Generic[R, W]):
                 last.update(metrics)
                 bar.advance(1, **{label: round(last[key], 4) for label, key in shown.items() if key in last})
                 if run.due(step, about.steps):
-                    await checkpoints.save(run, saved, step, {"metrics": last})
+                    await checkpoints.save_checkpoint(run, saved, step, {"metrics": last})
                 if run.export_is_due(step):
                     draft = run.begin_export(step)
                     await group.call(SupervisedWorker.write_model, draft / "model")
-                    await checkpoints.bring(run, group, draft)
+                    await checkpoints.bring_to_driver(run, group, draft)
                     run.complete_export(draft, step)
                 run.check_stop(step)
         return last
@@ -609,17 +611,21 @@ class SupervisedTrainer(Generic[R, W]):
             return found
         trust = self.recipe.model is not None and self.recipe.model.trust_remote_code
         load = load_scalar_model if self.recipe.is_scalar else load_causal_lm
-        return load_trained(self.path / "model", partial(load, trust_remote_code=trust))
+        return load_saved_model(self.path / "model", partial(load, trust_remote_code=trust))
 
 
 def _end(
-    ranks: Ranks, path: Path, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ranks: TorchrunRanks,
+    path: Path,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
 ) -> None:
     """Ends the other processes of torchrun as this one ends; one that is stopped at once is gone by itself."""
     if error is None or isinstance(error, Exception):
         failed = 2 if isinstance(error, UserError) else 1
         status = 0 if error is None else error.exit_status if isinstance(error, Interrupted) else failed
-        ranks.end(End(status, path))
+        ranks.end(LastMessage(status, path))
 
 
 _ROWS_PER_PASS = 256
@@ -636,7 +642,10 @@ class SFTWorker(SupervisedWorker[SFTRecipe, SFTData]):
 
     def _measure(self, data: SFTData) -> dict[str, float]:
         total = count = 0.0
-        rows, forward = _ROWS_PER_PASS * self.engine.num_ranks, partial(self.engine.forward, needs=Needs(logprobs=True))
+        rows, forward = (
+            _ROWS_PER_PASS * self.engine.num_ranks,
+            partial(self.engine.forward, needs=ForwardNeeds(logprobs=True)),
+        )
         for batch, found in self.engine.in_shares(data.in_parts(rows), forward):
             mask, logprobs = batch.token["loss_mask"], found.token["logprobs"]
             total -= float(logprobs[mask].to(torch.float64).sum())
@@ -704,6 +713,6 @@ def longer_answer_accuracy(data: PreferenceData) -> float:
 def score_pairs(engine: TrainEngine[Any], data: PreferenceData) -> tuple[Tensor, Tensor]:
     """Returns the scores ``[P]`` of the chosen and the rejected sides; collective."""
     batches = data.in_parts(_PAIRS_PER_PASS * engine.num_ranks)
-    scored = engine.in_shares(batches, partial(engine.forward, needs=Needs(scores=True)))
+    scored = engine.in_shares(batches, partial(engine.forward, needs=ForwardNeeds(scores=True)))
     both = torch.cat([found.sequence["scores"] for _, found in scored]).view(-1, 2)
     return both[:, 0], both[:, 1]

@@ -30,40 +30,40 @@ from quartet.config.placement import (
     ResolvedPool,
     Role,
     check_devices,
-    resolve,
+    resolve_placement,
 )
 from quartet.config.recipe import RLRecipe
-from quartet.config.rewards import ModelSource
+from quartet.config.rewards import BaseModelReward
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.drafter import DrafterModel, load_drafter_model
-from quartet.rollout.engine import own_copy
+from quartet.rollout.engine import copy_packed_model
 from quartet.rollout.staging import StagedWeights
 from quartet.schedule.clock import ComputeThread
-from quartet.schedule.leases import LeaseMode, local_placement
-from quartet.schedule.model_worker import ModelWorker, Offloadable, ScoreWorker, TrainWorker, Writer
-from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup, RolesWorker
+from quartet.schedule.leases import LeaseMode, default_placement
+from quartet.schedule.model_worker import ModelWorker, Offloadable, RolloutWriter, ScoreWorker, TrainWorker
+from quartet.schedule.role_group import ColocatedWorker, LocalGroup, RemoteGroup, RoleGroup
 from quartet.schedule.rollout_worker import NativeRolloutWorker, RolloutWorker, ServedRolloutWorker
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.devices import META, enter_process, precision_on, worker_device
+from quartet.trainers.devices import META, resolve_precision, set_up_worker_process, worker_device
 from quartet.trainers.engines import (
-    Policy,
-    has_folder,
-    model_folder,
+    EnginePolicy,
+    engine_model_directory,
+    has_model_directory,
     native_engine,
     open_engine,
-    runs_own_code,
+    trusts_remote_code,
     vllm_dtype,
 )
-from quartet.trainers.model_loader import PTX, ModelLoader, UserObjects, user_models
-from quartet.trainers.roles import RLRoles, refresh_steps
-from quartet.trainers.sharded_models import TRAINED_ROLES, Meshes, ShardedModels, shardings
+from quartet.trainers.model_loader import ModelLoader, PTXData, UserObjects, passed_reward_models
+from quartet.trainers.roles import RLRoles, reference_refresh_steps
+from quartet.trainers.sharded_models import TRAINED_ROLES, RoleMeshes, ShardedModels, role_shardings
 
 AnyRolloutWorker = NativeRolloutWorker | ServedRolloutWorker
 
 
-def shares_actor(recipe: RLRecipe, placement: ResolvedPlacement) -> bool:
+def engine_shares_actor(recipe: RLRecipe, placement: ResolvedPlacement) -> bool:
     """Tells whether the engine uses the actor's weights without a copy: both share a pool, and nothing is offloaded."""
     pool = placement.pool(placement.pool_of["rollout"])
     is_alone = pool.slots == 1 and pool.budget_bytes is None and pool.num_processes == 1
@@ -96,9 +96,9 @@ def rollout_worker(
     """
     if is_served(recipe.rollout.engine):
         return _served_rollout_worker(recipe, placement, actor, codec, device, drafter_model)
-    shares = shares_actor(recipe, placement) and not is_own
+    shares = engine_shares_actor(recipe, placement) and not is_own
     engine = native_engine(
-        actor if shares or is_own else own_copy(actor),
+        actor if shares or is_own else copy_packed_model(actor),
         recipe.rollout.engine,
         codec.decode_completion,
         owns_weights=not shares,
@@ -120,15 +120,15 @@ def _served_rollout_worker(
     speculation = recipe.rollout.speculation
     if drafter_model is None and isinstance(config, VLLMEngineConfig):
         load_drafter_model(speculation, actor)  # which refuses another policy's
-    precision = precision_on(device, recipe.actor.train.precision)
+    precision = resolve_precision(device, recipe.actor.train.precision)
     dtype = getattr(torch, vllm_dtype(config, precision)) if isinstance(config, VLLMEngineConfig) else None
     adapters, num_engines = actor.adapters, config.engines if isinstance(config, VLLMEngineConfig) else 1
     named = actor.model.named_parameters(remove_duplicate=False) if adapters is None else adapters.trained.items()
     with ExitStack() as made:
-        folder = made.enter_context(model_folder(recipe.actor.model, actor, codec))
+        folder = made.enter_context(engine_model_directory(recipe.actor.model, actor, codec))
         staging = StagedWeights(chain(named, drafter_model.weights() if drafter_model is not None else ()), dtype)
         made.callback(staging.close)
-        policy = Policy(
+        policy = EnginePolicy(
             folder,
             actor.vocab_size,
             codec.decode_completion,
@@ -140,7 +140,7 @@ def _served_rollout_worker(
             staging,
             pool.budget_bytes is not None,
             speculation,
-            runs_own_code(recipe.actor.model, actor),
+            trusts_remote_code(recipe.actor.model, actor),
         )
         router = open_engine(config, policy)
         made.callback(router.close)
@@ -165,7 +165,7 @@ Sizes = dict[str, dict[LeaseMode, int]]
 # Placement -----------------------------------------------------------------------------------------------
 
 
-def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
+def run_placement(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
     """
     Raises:
         UserError: a placement that cannot work, with the numbers and what would.
@@ -179,11 +179,11 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
         kinds[HEADS] = HEADS
     only = recipe.held_out.rewards
     for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
-        named = [config.name for config in configs if isinstance(config, ModelSource)]
-        kinds |= dict.fromkeys([*named, *user_models(configs, rewards)], "reward")
+        named = [config.name for config in configs if isinstance(config, BaseModelReward)]
+        kinds |= dict.fromkeys([*named, *passed_reward_models(configs, rewards)], "reward")
     if recipe.placement is None:
-        return local_placement(kinds)
-    placement = resolve(recipe.placement, kinds)
+        return default_placement(kinds)
+    placement = resolve_placement(recipe.placement, kinds)
     crowded = [pool for pool in placement.pools if pool.num_processes > 1]
     if crowded and recipe.cluster.type == "local":
         raise UserError(
@@ -212,7 +212,7 @@ def shares_reference(placement: ResolvedPlacement) -> bool:
 # Workers -------------------------------------------------------------------------------------------------
 
 
-class PoolWorker(RolesWorker):
+class PoolWorker(ColocatedWorker):
     """A process of a pool: the workers of all roles that are placed there. Loads only their models (and, for a moment,
     what a critic starts from).
 
@@ -229,19 +229,19 @@ class PoolWorker(RolesWorker):
         placement: ResolvedPlacement,
         pool: str,
         directory: str,
-        ptx: PTX | None = None,
+        ptx: PTXData | None = None,
     ) -> None:
         names = roles_in(placement, pool)
         device, shares = worker_device(self.device, recipe), shares_reference(placement)
-        of_role = shardings(recipe, shares_reference=shares)
+        of_role = role_shardings(recipe, shares_reference=shares)
         cut_roles = {role for role, sharding in of_role.items() if sharding.copy_size > 1}
         is_group = self.world_size > 1 and not cut_roles.union(TRAINED_ROLES).isdisjoint(names)
-        meshes = Meshes(enter_process(self, "+".join(names), recipe, directory, is_group=is_group), of_role)
+        meshes = RoleMeshes(set_up_worker_process(self, "+".join(names), recipe, directory, is_group=is_group), of_role)
         loader = ModelLoader(
             recipe, objects, device=device, moves_user_models=True, shares_reference=shares, meshes=meshes
         )
         cut = ShardedModels(recipe, objects, device, meshes, shares_reference=shares)
-        self.roles: dict[str, ModelWorker | AnyRolloutWorker | Writer] = {}
+        self.roles: dict[str, ModelWorker | AnyRolloutWorker | RolloutWriter] = {}
 
         # Each leaves before the next one comes; those that others start from come last: a critic may start as a copy
         # of a reward model, everything else as one of the actor.
@@ -265,12 +265,12 @@ class PoolWorker(RolesWorker):
                 worker.offload()
             self.roles[role] = worker
         if "actor" in names:
-            self.roles[WRITER_ROLE] = Writer(loader.codec)
+            self.roles[WRITER_ROLE] = RolloutWriter(loader.codec)
 
     @staticmethod
     def _names_only(recipe: RLRecipe, objects: UserObjects, device: torch.device) -> ModelLoader:
         """Makes a loader of the actor without contents, where a directory has them for the engines."""
-        if not has_folder(recipe.actor.model):
+        if not has_model_directory(recipe.actor.model):
             # A model from Python may be the actor's, too, which is taken over for itself.
             return ModelLoader(recipe, replace(objects, model=copy.deepcopy(objects.model)))
         return ModelLoader(recipe, objects, device=META, computes=device)
@@ -288,11 +288,11 @@ class RunWorkers:
     def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement) -> None:
         self.recipe = recipe
         self.placement = placement
-        self.shares_actor = shares_actor(recipe, placement)
+        self.shares_actor = engine_shares_actor(recipe, placement)
         self.compute = ComputeThread()
         self.models: dict[str, RoleGroup[ModelWorker]] = {}
         self.engines: list[RoleGroup[AnyRolloutWorker]] = []
-        self.writer: RoleGroup[Writer]
+        self.writer: RoleGroup[RolloutWriter]
 
     def drafting(self) -> Sequence[RoleGroup[NativeRolloutWorker]]:
         """Returns the engines that later drafts depend on; one in a process of its own keeps nothing."""
@@ -332,7 +332,7 @@ class RunWorkers:
             found[role] = {mode: num * size for mode, size in sizes.items()}
         return found
 
-    def start(self, ptx: PTX | None = None) -> None:
+    def start(self, ptx: PTXData | None = None) -> None:
         """Starts what computes; ``models`` and ``engines`` reach it afterwards. An actor elsewhere gets ``ptx``."""
 
     def close(self) -> None:
@@ -389,7 +389,7 @@ class LocalRunWorkers(RunWorkers):
             self._closing = made.pop_all()
         self.models = {name: LocalGroup(worker, self.compute) for name, worker in roles.workers.items()}
         self.engines = [LocalGroup(engine, engine_thread)]
-        self.writer = LocalGroup(Writer(roles.codec), self.compute)
+        self.writer = LocalGroup(RolloutWriter(roles.codec), self.compute)
         self._workers = list(roles.workers.values())
 
     def close(self) -> None:
@@ -414,7 +414,9 @@ class RayRunWorkers(RunWorkers):
         self._objects = objects.models_only()
         self._groups: dict[str, WorkerGroup] = {}
         self._num_deaths = 0
-        self._changing = {*TRAINED_ROLES, "reference"} if refresh_steps(recipe) is not None else {*TRAINED_ROLES}
+        self._changing = (
+            {*TRAINED_ROLES, "reference"} if reference_refresh_steps(recipe) is not None else {*TRAINED_ROLES}
+        )
         self._backend = connect(self.cluster.address)
         try:
             self._check_room()
@@ -423,7 +425,7 @@ class RayRunWorkers(RunWorkers):
             self._backend.close()
             raise
 
-    def start(self, ptx: PTX | None = None) -> None:
+    def start(self, ptx: PTXData | None = None) -> None:
         """Starts all workers side by side; each loads the models of its roles.
 
         Raises:
@@ -472,7 +474,7 @@ class RayRunWorkers(RunWorkers):
         group = self._groups[home["actor"]]
         return [(RemoteGroup(group, "actor", TrainWorker, rank), [engine]) for rank, engine in enumerate(self.engines)]
 
-    def _started(self, pool: str, ptx: PTX | None) -> WorkerGroup:
+    def _started(self, pool: str, ptx: PTXData | None) -> WorkerGroup:
         return WorkerGroup(
             self._pools[pool],
             PoolWorker,
@@ -489,12 +491,12 @@ class RayRunWorkers(RunWorkers):
 
     def _connect(self) -> None:
         home = self.placement.pool_of
-        of_role = shardings(self.recipe, shares_reference=shares_reference(self.placement))
+        of_role = role_shardings(self.recipe, shares_reference=shares_reference(self.placement))
         for role in home:
             if role not in ("rollout", HEADS):
                 kind: type[ModelWorker] = TrainWorker if role in TRAINED_ROLES else ScoreWorker
                 self.models[role] = RemoteGroup(self._groups[home[role]], role, kind, sharding=of_role.get(role))
-        self.writer = RemoteGroup(self._groups[home["actor"]], WRITER_ROLE, Writer, 0)
+        self.writer = RemoteGroup(self._groups[home["actor"]], WRITER_ROLE, RolloutWriter, 0)
         group = self._groups[home["rollout"]]
         self.engines = [RemoteGroup(group, "rollout", NativeRolloutWorker, rank) for rank in range(group.world_size)]
 

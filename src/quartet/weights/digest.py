@@ -58,7 +58,7 @@ def _constants() -> tuple[Words, Words, int]:
     return a, pairs[:, 1] - (a << np.uint64(32)), numbers[-1] & ~7 | 5
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def byte_view(tensor: Tensor) -> Tensor:
     """Returns the bytes of a contiguous tensor as a flat uint8 view."""
     # A single element counts as contiguous with any stride, but only with 1 can its bytes be viewed.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -133,7 +133,7 @@ def _device_digest(data: Tensor, first_block: int = 0) -> int:
     return total
 
 
-def as_text(total: int) -> str:
+def digest_text(total: int) -> str:
     """Writes a digest from the sum of its pieces: 16 hex digits."""
     return f"{total & _MASK:016x}"
 
@@ -149,7 +149,7 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 
 def tensor_digest(tensor: Tensor, threads: int | None = None) -> str:
     """Returns the digest, 16 hex digits. A strided tensor is copied first."""
-    return as_text(piece_digest(bytes_of(tensor.contiguous()), threads=threads))
+    return digest_text(piece_digest(byte_view(tensor.contiguous()), threads=threads))
 
 
 def piece_digest(data: Tensor, first_block: int = 0, target: Tensor | None = None, threads: int | None = None) -> int:

@@ -31,7 +31,7 @@ class WeightSyncError(UserError):
         super().__init__(problem, found=found, remedy=remedy)
 
 
-def at_rank(error: WeightSyncError, rank: int | None) -> WeightSyncError:
+def with_rank(error: WeightSyncError, rank: int | None) -> WeightSyncError:
     """Returns the error as one of the receiver of this rank, which reported it, where it names no rank; None: the
     sender.
     """
@@ -48,7 +48,7 @@ class WeightSyncTimeout(WeightSyncError):
     """An end did nothing for longer than the time allowed."""
 
 
-class OtherEndFailed(WeightSyncError):
+class PeerFailed(WeightSyncError):
     """Another end of the sync has failed or is gone; what it says itself tells more."""
 
 
@@ -79,7 +79,7 @@ class WeightsUnusable(WeightSyncError):
     """Weights are asked for that are not whole, or not of the version that is wanted."""
 
 
-def at_tensor(name: str | None) -> str:
+def tensor_clause(name: str | None) -> str:
     """Writes the end of a sentence about a sync."""
     return "" if name is None else f", at tensor {name!r}"
 

@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quartet.observe.memory import available_bytes
-from quartet.weights.manifest import OtherEndFailed, TensorSpec, WeightSyncError, WeightSyncTimeout, at_tensor
+from quartet.weights.manifest import PeerFailed, TensorSpec, WeightSyncError, WeightSyncTimeout, tensor_clause
 
 ALIGNMENT = 64
 """Bytes between the beginnings of tensors: what torch gives its own."""
 
 
-def layout(specs: Sequence[TensorSpec]) -> tuple[dict[str, int], int]:
+def memory_layout(specs: Sequence[TensorSpec]) -> tuple[dict[str, int], int]:
     """Decides where each tensor begins, in bytes, and counts the bytes of all."""
     offsets, used = {}, 0
     for spec in specs:
@@ -46,7 +46,7 @@ def layout(specs: Sequence[TensorSpec]) -> tuple[dict[str, int], int]:
     return offsets, max(used, ALIGNMENT)
 
 
-class Segment:
+class SharedSegment:
     """
     Args:
         owner: writes go to all who see it. Who else writes changes a copy of its own.
@@ -64,7 +64,7 @@ class Segment:
         """Nobody can open it any more; the mapping goes with the last tensor that views it."""
 
     @classmethod
-    def create(cls, num_bytes: int) -> Segment:
+    def create(cls, num_bytes: int) -> SharedSegment:
         """
         Raises:
             WeightSyncError: no memory.
@@ -82,7 +82,7 @@ class Segment:
             raise _no_memory(num_bytes, str(error)) from error
 
     @classmethod
-    def open(cls, path: str, num_bytes: int) -> Segment:
+    def open(cls, path: str, num_bytes: int) -> SharedSegment:
         """Opens another process's, by its ``path``.
 
         Raises:
@@ -92,17 +92,17 @@ class Segment:
 
     @property
     def path(self) -> str:
-        return path_of(self.descriptor)
+        return descriptor_path(self.descriptor)
 
     def tensors(self, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-        offsets, _ = layout(specs)
+        offsets, _ = memory_layout(specs)
         return {
             spec.name: self.bytes[offsets[spec.name] :][: spec.num_bytes].view(spec.torch_dtype).view(spec.shape)
             for spec in specs
         }
 
 
-def path_of(descriptor: int) -> str:
+def descriptor_path(descriptor: int) -> str:
     """Returns the path by which other processes of this machine open nameless memory."""
     return f"/proc/{os.getpid()}/fd/{descriptor}#{os.fstat(descriptor).st_ino}"
 
@@ -150,7 +150,7 @@ _EXPLANATION_S = 1.0
 
 
 @dataclass(frozen=True)
-class Position:
+class SyncPosition:
     """
     Attributes:
         step: that this end is through with; 0 before the first one.
@@ -188,13 +188,13 @@ class MemoryBoard:
 
     @property
     def path(self) -> str:
-        return path_of(self._descriptor)
+        return descriptor_path(self._descriptor)
 
-    def read(self, end: int) -> Position:
+    def read(self, end: int) -> SyncPosition:
         row = os.pread(self._descriptor, self._ROW.size, end * self._ROW.size)
-        return Position(*self._ROW.unpack(row)) if row else Position()
+        return SyncPosition(*self._ROW.unpack(row)) if row else SyncPosition()
 
-    def write(self, end: int, position: Position) -> None:
+    def write(self, end: int, position: SyncPosition) -> None:
         os.pwrite(self._descriptor, self._ROW.pack(*astuple(position)), end * self._ROW.size)
 
 
@@ -209,18 +209,18 @@ class StoreBoard:
     def __init__(self, store: Any, name: str) -> None:
         self._store = dist.PrefixStore(name, store)
 
-    def read(self, end: int) -> Position:
+    def read(self, end: int) -> SyncPosition:
         key = str(end)
-        return Position(*map(int, self._store.get(key).split())) if self._store.check([key]) else Position()
+        return SyncPosition(*map(int, self._store.get(key).split())) if self._store.check([key]) else SyncPosition()
 
-    def write(self, end: int, position: Position) -> None:
+    def write(self, end: int, position: SyncPosition) -> None:
         self._store.set(str(end), " ".join(map(str, astuple(position))))
 
 
 Board = MemoryBoard | StoreBoard
 
 
-class Progress:
+class SyncProgress:
     """One end's place on the board, and its waits for others.
 
     Args:
@@ -237,7 +237,7 @@ class Progress:
         self._board, self._end, self._others = board, end, others
         self._names, self._timeout_s = names, timeout_s
         self._is_near = machine == machine_id()
-        self._mine = Position(pid=os.getpid() if self._is_near else 0)
+        self._mine = SyncPosition(pid=os.getpid() if self._is_near else 0)
         self._looked_s = 0.0
         self.note()
 
@@ -263,7 +263,7 @@ class Progress:
             WeightSyncTimeout: of the one that stands still and holds things up.
             OtherEndFailed: another end has failed or is gone.
         """
-        seen: dict[int, Position] = {}
+        seen: dict[int, SyncPosition] = {}
         moved_s = dict.fromkeys(self._others, time.monotonic())
         looked_s = 0.0
         while not (ready is not None and ready()):
@@ -292,26 +292,26 @@ class Progress:
             self.wait(0, lambda: time.monotonic() > soon)
         except WeightSyncError as explained:
             return explained
-        return OtherEndFailed(
+        return PeerFailed(
             "the connection that carries the weights broke",
-            found=f"{error}{at_tensor(self._name(self._mine))}",
+            found=f"{error}{tensor_clause(self._name(self._mine))}",
             remedy="see the logs of the other processes; between machines, all of them must reach the address of the "
             "sender's default route",
             tensor=self._name(self._mine),
         )
 
-    def _found(self) -> dict[int, Position]:
+    def _found(self) -> dict[int, SyncPosition]:
         try:
             return {end: self._board.read(end) for end in self._others}
         except RuntimeError as error:
             raise self._gone(SENDER, replace(self._mine, pid=0), str(error)) from error
 
-    def _check_lives(self, found: dict[int, Position]) -> None:
+    def _check_lives(self, found: dict[int, SyncPosition]) -> None:
         for end, position in found.items():
             if position.failed:
                 remedy = "see its own error or log; the next sync starts anew"
                 at = f"step {position.step} of the data"
-                raise self._blamed(OtherEndFailed, end, position, "gave up the weight sync", at, remedy)
+                raise self._blamed(PeerFailed, end, position, "gave up the weight sync", at, remedy)
         now_s = time.monotonic()
         if self._is_near and now_s - self._looked_s > _LIFE_S:
             self._looked_s = now_s
@@ -319,26 +319,28 @@ class Progress:
                 if position.pid and not _lives(position.pid):
                     raise self._gone(end, position, "its process has ended")
 
-    def _name(self, position: Position) -> str | None:
+    def _name(self, position: SyncPosition) -> str | None:
         return self._names[position.tensor] if position.tensor < len(self._names) else None
 
-    def _late(self, end: int, position: Position) -> WeightSyncError:
+    def _late(self, end: int, position: SyncPosition) -> WeightSyncError:
         did, found = f"did nothing for {self._timeout_s:g} s", f"it stands at step {position.step} of the data"
         remedy = "see its log; start it again, or raise weight_sync.timeout_s if it only needs longer"
         return self._blamed(WeightSyncTimeout, end, position, did, found, remedy)
 
-    def _gone(self, end: int, position: Position, found: str) -> WeightSyncError:
+    def _gone(self, end: int, position: SyncPosition, found: str) -> WeightSyncError:
         remedy = "see its log for the reason, start it again and connect the weights anew"
-        return self._blamed(OtherEndFailed, end, position, "is gone", found, remedy)
+        return self._blamed(PeerFailed, end, position, "is gone", found, remedy)
 
     def _blamed(
-        self, kind: type[WeightSyncError], end: int, position: Position, did: str, found: str, remedy: str
+        self, kind: type[WeightSyncError], end: int, position: SyncPosition, did: str, found: str, remedy: str
     ) -> WeightSyncError:
         who = "the sender of weights" if end == SENDER else f"the receiver of weights of rank {end - 1}"
         process = f" (process {position.pid})" if position.pid else ""
         name = self._name(position)
         rank = None if end == SENDER else end - 1
-        return kind(f"{who}{process} {did}", found=f"{found}{at_tensor(name)}", remedy=remedy, rank=rank, tensor=name)
+        return kind(
+            f"{who}{process} {did}", found=f"{found}{tensor_clause(name)}", remedy=remedy, rank=rank, tensor=name
+        )
 
 
 def machine_id() -> str:

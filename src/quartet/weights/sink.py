@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of, piece_digest, tensor_digest
+from quartet.weights.digest import BLOCK_BYTES, byte_view, digest_text, piece_digest, tensor_digest
 from quartet.weights.manifest import TensorSpec, WeightMismatch, WeightsRefused, WeightsUnusable
 
 
-class Status(StrEnum):
+class SinkStatus(StrEnum):
     EMPTY = "empty"
     """No version yet."""
     READY = "ready"
@@ -74,12 +74,12 @@ class TensorSink:
     # What is served ---------------------------------------------------------------------------------------
 
     @property
-    def status(self) -> Status:
+    def status(self) -> SinkStatus:
         if self._reason is not None:
-            return Status.UNUSABLE
+            return SinkStatus.UNUSABLE
         if self._incoming is not None:
-            return Status.RECEIVING
-        return Status.EMPTY if self.version is None else Status.READY
+            return SinkStatus.RECEIVING
+        return SinkStatus.EMPTY if self.version is None else SinkStatus.READY
 
     def require(self, version: int | None = None) -> None:
         """Raises where the weights are not what an engine needs before it computes.
@@ -88,13 +88,13 @@ class TensorSink:
             WeightsUnusable: the weights are not whole, or not of ``version``.
         """
         status = self.status
-        if status is Status.READY and version in (None, self.version):
+        if status is SinkStatus.READY and version in (None, self.version):
             return
         found = {
-            Status.EMPTY: "no weights yet",
-            Status.RECEIVING: f"a sync of version {self._incoming} under way",
-            Status.UNUSABLE: self._reason or "",
-            Status.READY: f"version {self.version}",
+            SinkStatus.EMPTY: "no weights yet",
+            SinkStatus.RECEIVING: f"a sync of version {self._incoming} under way",
+            SinkStatus.UNUSABLE: self._reason or "",
+            SinkStatus.READY: f"version {self.version}",
         }[status]
         raise WeightsUnusable(
             f"the engine cannot compute with {'these weights' if version is None else f'version {version}'}",
@@ -153,14 +153,14 @@ class TensorSink:
             return
         begin, total = self._sums.get(name, (0, 0))
         assert begin == start * values.element_size(), "in order"
-        piece, whole = bytes_of(values), bytes_of(target)
+        piece, whole = byte_view(values), byte_view(target)
         end = begin + len(piece)
         total += piece_digest(piece, begin // BLOCK_BYTES, whole[begin:end])
         torch.autograd.graph.increment_version(target)  # which numpy does not know
         self._sums[name] = end, total
         if end == len(whole):
             # Of tied names the last one counts: it is what stands there in the end.
-            self._found[self._ties[name]] = as_text(total)
+            self._found[self._ties[name]] = digest_text(total)
 
     @torch.no_grad()
     def verify(self, digests: Sequence[str]) -> None:
@@ -387,7 +387,7 @@ def sync_in_process(source: NamedSource, sink: TensorSink, version: int) -> None
         raise
 
 
-def write_into(sink: TensorSink, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+def write_weights(sink: TensorSink, named: Iterable[tuple[str, Tensor]], version: int) -> None:
     """Brings ``(name, tensor)`` pairs to one sink of this process, in its dtypes; raises as ``sync_in_process``."""
     pairs = list(named)
     sync_in_process(NamedSource(lambda: pairs, like=sink.dtypes()), sink, version)

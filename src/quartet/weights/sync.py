@@ -40,7 +40,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from quartet.config import UserError
-from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of, piece_digest
+from quartet.weights.digest import BLOCK_BYTES, byte_view, digest_text, piece_digest
 from quartet.weights.manifest import DTYPES, TensorSpec, WeightSyncError, dtype_name
 from quartet.weights.shared_memory import (
     ALIGNMENT,
@@ -48,10 +48,10 @@ from quartet.weights.shared_memory import (
     SENDER,
     Board,
     MemoryBoard,
-    Position,
-    Progress,
-    Segment,
+    SharedSegment,
     StoreBoard,
+    SyncPosition,
+    SyncProgress,
     machine_id,
 )
 from quartet.weights.sink import NamedSource, TensorSink, sync_in_process
@@ -86,7 +86,7 @@ class BucketSpan:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class WeightBucket:
     number: int
     spans: tuple[BucketSpan, ...]
 
@@ -100,7 +100,7 @@ class Bucket:
         return READY + 1 + self.number
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[WeightBucket]:
     """Plans every byte of every tensor once, in order, and then a digest of 16 hex digits for each.
 
     A tensor is cut between two blocks of its digest. One without elements needs no bucket.
@@ -124,10 +124,12 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]
             else:
                 buckets.append([])
                 used = 0
-    return [Bucket(number, tuple(spans)) for number, spans in enumerate(buckets) if spans]
+    return [WeightBucket(number, tuple(spans)) for number, spans in enumerate(buckets) if spans]
 
 
-def send_tensors(half: SendTransport, plan: Sequence[Bucket], tensors: Iterator[Tensor], at: Progress) -> None:
+def send_tensors(
+    half: SendTransport, plan: Sequence[WeightBucket], tensors: Iterator[Tensor], at: SyncProgress
+) -> None:
     """Moves all tensors, of which each is valid until the next one is asked for, and then their digests.
 
     Raises:
@@ -138,7 +140,7 @@ def send_tensors(half: SendTransport, plan: Sequence[Bucket], tensors: Iterator[
     buffer = torch.empty(0)
 
     def contents() -> Iterator[Tensor]:
-        yield from map(bytes_of, tensors)
+        yield from map(byte_view, tensors)
         yield torch.tensor(list("".join(digests).encode()), dtype=torch.uint8)
 
     for number, data in enumerate(contents(), 1):
@@ -151,13 +153,17 @@ def send_tensors(half: SendTransport, plan: Sequence[Bucket], tensors: Iterator[
             sent += span.num_bytes
             if span is bucket.spans[-1]:
                 half.ship(bucket, at)
-        digests.append(as_text(total))
+        digests.append(digest_text(total))
         at.note(tensor=number)  # which is asked for next
     half.finish(at)
 
 
 def receive_tensors(
-    half: ReceiveTransport, plan: Sequence[Bucket], specs: Sequence[TensorSpec], sink: TensorSink, at: Progress
+    half: ReceiveTransport,
+    plan: Sequence[WeightBucket],
+    specs: Sequence[TensorSpec],
+    sink: TensorSink,
+    at: SyncProgress,
 ) -> tuple[str, ...]:
     """Brings all tensors to ``sink``; returns the digests that they were sent with.
 
@@ -188,7 +194,7 @@ def _synchronize(device: torch.device) -> None:
 # Memory --------------------------------------------------------------------------------------------------
 
 
-class MemorySend:
+class SharedMemorySender:
     """The sender's half of ``shared_memory``: receivers copy out of the buffers, which they open.
 
     A full buffer is noted on the board, every receiver copies out of it, waits for its copies and notes that; only then
@@ -198,25 +204,25 @@ class MemorySend:
     bucket_bytes = BUCKET_BYTES["memory"]
 
     def __init__(self) -> None:
-        self._rooms: list[Segment] = []
+        self._rooms: list[SharedSegment] = []
 
     def open(self, num_receivers: int) -> tuple[Board, Place]:
         """Makes room for a sync."""
         if not self._rooms:
-            self._rooms = [Segment.create(self.bucket_bytes) for _ in range(NUM_IN_MEMORY)]
+            self._rooms = [SharedSegment.create(self.bucket_bytes) for _ in range(NUM_IN_MEMORY)]
         board = MemoryBoard()
         return board, {"board": board.path, "paths": [room.path for room in self._rooms], "bytes": self.bucket_bytes}
 
-    def empty(self, bucket: Bucket, at: Progress) -> Tensor:
+    def empty(self, bucket: WeightBucket, at: SyncProgress) -> Tensor:
         """Returns a buffer for this bucket, waited for until what stood there before is not needed any more."""
         at.wait(bucket.step - NUM_IN_MEMORY)
         return self._rooms[bucket.number % NUM_IN_MEMORY].bytes
 
-    def ship(self, bucket: Bucket, at: Progress) -> None:
+    def ship(self, bucket: WeightBucket, at: SyncProgress) -> None:
         """Notes that the bucket is full; whether the receivers have it is seen later."""
         at.note(step=bucket.step)
 
-    def finish(self, at: Progress) -> None:
+    def finish(self, at: SyncProgress) -> None:
         """Does nothing once all buckets are shipped: ``at`` sees that they arrive."""
 
     def drop(self) -> None:
@@ -224,7 +230,7 @@ class MemorySend:
         self._rooms = []  # a receiver may be reading still: it is not written again, and freed with its last user
 
 
-class MemoryReceive:
+class SharedMemoryReceiver:
     def __init__(self) -> None:
         self._paths: list[str] = []
         self._buffers: list[Tensor] = []
@@ -237,9 +243,9 @@ class MemoryReceive:
         """Finds the data."""
         if place["paths"] != self._paths:
             self._paths = place["paths"]
-            self._buffers = [Segment.open(path, place["bytes"]).bytes for path in self._paths]
+            self._buffers = [SharedSegment.open(path, place["bytes"]).bytes for path in self._paths]
 
-    def full(self, plan: Sequence[Bucket], at: Progress) -> Iterator[tuple[Bucket, Tensor]]:
+    def full(self, plan: Sequence[WeightBucket], at: SyncProgress) -> Iterator[tuple[WeightBucket, Tensor]]:
         """Yields every bucket, and what it stands in until the next one is asked for."""
         for bucket in plan:
             at.wait(bucket.step)
@@ -265,15 +271,14 @@ class _Group:
     given up with the name of the receiver that is behind. The group is then of no use; the next sync forms another one.
     """
 
-    def __init__(self, place: Place, store: Any, rank: int, device: torch.device, at: Progress) -> None:
+    def __init__(self, place: Place, store: Any, rank: int, device: torch.device, at: SyncProgress) -> None:
         limit, size = timedelta(seconds=place["timeout_s"]), place["size"]
         store.set_timeout(limit)
         self._backend: Any
         try:
             if device.type == "cuda":
-                options = c10d.ProcessGroupNCCL.Options()
-                options._timeout = _LONG
-                self._backend = c10d.ProcessGroupNCCL(store, rank, size, options)
+                # Torch's stubs leave this signature out.
+                self._backend = c10d.ProcessGroupNCCL(store, rank, size, _LONG)  # type: ignore[arg-type]
             else:
                 # Its threads end with the broadcast they are in, so its limit is little later than ours, which says
                 # which end is behind.
@@ -282,10 +287,10 @@ class _Group:
             raise at.broke(error) from error
         self._buffers = [torch.empty(place["bytes"], dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
 
-    def buffer(self, bucket: Bucket) -> Tensor:
+    def buffer(self, bucket: WeightBucket) -> Tensor:
         return self._buffers[bucket.number % NUM_BUFFERS]
 
-    def start(self, bucket: Bucket, at: Progress) -> Callable[[], None]:
+    def start(self, bucket: WeightBucket, at: SyncProgress) -> Callable[[], None]:
         """Starts to broadcast a bucket; returns what waits until it is through."""
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -308,7 +313,7 @@ class _Group:
             self._backend.abort()
 
 
-class CollectiveSend:
+class CollectiveSender:
     """The sender's half of ``collective``.
 
     Args:
@@ -334,19 +339,19 @@ class CollectiveSend:
         board = f"sync {next(_numbers)}"
         return StoreBoard(self._store, board), {**self._place, "board": board}
 
-    def empty(self, bucket: Bucket, at: Progress) -> Tensor:
+    def empty(self, bucket: WeightBucket, at: SyncProgress) -> Tensor:
         if self._group is None:
             self._group = _Group(self._place, self._store, 0, self._device, at)
         if len(self._under_way) == NUM_BUFFERS:
             self._under_way.popleft()()
         return self._group.buffer(bucket)
 
-    def ship(self, bucket: Bucket, at: Progress) -> None:
+    def ship(self, bucket: WeightBucket, at: SyncProgress) -> None:
         assert self._group is not None
         at.note(step=bucket.step)
         self._under_way.append(self._group.start(bucket, at))
 
-    def finish(self, at: Progress) -> None:
+    def finish(self, at: SyncProgress) -> None:
         while self._under_way:
             self._under_way.popleft()()
 
@@ -357,7 +362,7 @@ class CollectiveSend:
         self._under_way.clear()
 
 
-class CollectiveReceive:
+class CollectiveReceiver:
     _store: Any = None
     _group: _Group | None = None
     _place: Place | None = None
@@ -386,11 +391,11 @@ class CollectiveReceive:
     def open(self, place: Place, rank: int) -> None:
         self._rank = rank
 
-    def full(self, plan: Sequence[Bucket], at: Progress) -> Iterator[tuple[Bucket, Tensor]]:
+    def full(self, plan: Sequence[WeightBucket], at: SyncProgress) -> Iterator[tuple[WeightBucket, Tensor]]:
         if self._group is None:
             assert self._place is not None
             self._group = _Group(self._place, self._store, 1 + self._rank, self._device, at)
-        before: tuple[Bucket, Callable[[], None]] | None = None
+        before: tuple[WeightBucket, Callable[[], None]] | None = None
         for bucket in [*plan, None]:
             # While this one is received the one before is unpacked.
             following = None if bucket is None else (bucket, self._group.start(bucket, at))
@@ -405,8 +410,8 @@ class CollectiveReceive:
         self._group = self._store = self._place = None
 
 
-SendTransport = MemorySend | CollectiveSend
-ReceiveTransport = MemoryReceive | CollectiveReceive
+SendTransport = SharedMemorySender | CollectiveSender
+ReceiveTransport = SharedMemoryReceiver | CollectiveReceiver
 Transport = Literal["shared", "shared_memory", "collective"]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -415,7 +420,7 @@ _PATIENCE = 1.5
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class SyncEndpoint:
     """One end of a sync.
 
     Attributes:
@@ -432,14 +437,14 @@ class Endpoint:
     dtypes: Mapping[str, str] | None = None
 
     @classmethod
-    def here(cls, device: torch.device, dtypes: Mapping[str, str] | None = None) -> Endpoint:
+    def here(cls, device: torch.device, dtypes: Mapping[str, str] | None = None) -> SyncEndpoint:
         """Describes the end in this process that computes on ``device``."""
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
         return cls(machine_id(), os.getpid(), _own_address(), uuid, dtypes)
 
 
 @dataclass(frozen=True)
-class Offer:
+class WeightOffer:
     """What will be sent, and where it is found.
 
     Attributes:
@@ -461,7 +466,7 @@ class Offer:
         return sum(spec.num_bytes for spec in self.tensors)
 
 
-def told(method: Callable[P, R]) -> Callable[P, R | WeightSyncError]:
+def as_weight_sync_error(method: Callable[P, R]) -> Callable[P, R | WeightSyncError]:
     """Makes a method return a ``WeightSyncError``: what is raised in another process may arrive as text only."""
 
     @wraps(method)
@@ -498,10 +503,10 @@ class WeightSender:
         self._device, self._rank = device, rank
         self._transport: Transport | None = None
         self._half: SendTransport | None = None
-        self._progress: Progress | None = None
+        self._progress: SyncProgress | None = None
 
-    @told
-    def connect(self, engines: Sequence[Endpoint], transport: Transport | Literal["auto"], timeout_s: float) -> Any:
+    @as_weight_sync_error
+    def connect(self, engines: Sequence[SyncEndpoint], transport: Transport | Literal["auto"], timeout_s: float) -> Any:
         """Chooses a transport, which it returns, and lets go of the last one.
 
         Args:
@@ -515,19 +520,19 @@ class WeightSender:
         self.source = self._source_like(like=_wanted(engines))
         if self._rank:
             return None
-        here = Endpoint.here(self._device)
+        here = SyncEndpoint.here(self._device)
         chosen = choose_transport(here, engines) if transport == "auto" else transport
         _check_reach(chosen, here, engines)
         self._transport, self._engines, self._timeout_s = chosen, engines, timeout_s
         if chosen == "collective":
             is_near = all(end.machine == here.machine for end in engines)
-            self._half = CollectiveSend(self._device, "127.0.0.1" if is_near else here.address, timeout_s)
+            self._half = CollectiveSender(self._device, "127.0.0.1" if is_near else here.address, timeout_s)
         elif chosen != "shared":
-            self._half = MemorySend()
+            self._half = SharedMemorySender()
         return chosen
 
-    @told
-    def offer(self, version: int) -> Offer | None:
+    @as_weight_sync_error
+    def offer(self, version: int) -> WeightOffer | None:
         """Returns what receivers need; None on ranks that only take part in gathers."""
         if self._rank:
             return None
@@ -542,14 +547,14 @@ class WeightSender:
             num, bucket_bytes = len(self._engines), self._half.bucket_bytes
             board, place = self._half.open(num)
             names = [spec.name for spec in specs]
-            self._progress = Progress(board, SENDER, range(1, 1 + num), names, self._timeout_s, machine)
+            self._progress = SyncProgress(board, SENDER, range(1, 1 + num), names, self._timeout_s, machine)
             self._plan = plan_buckets(specs, bucket_bytes)
             for rank, engine in enumerate(self._engines):
                 # One that is dead already will not say so itself.
-                board.write(1 + rank, Position(pid=engine.pid if engine.machine == machine else 0))
-        return Offer(self._transport, version, specs, place, bucket_bytes, self._timeout_s, machine)
+                board.write(1 + rank, SyncPosition(pid=engine.pid if engine.machine == machine else 0))
+        return WeightOffer(self._transport, version, specs, place, bucket_bytes, self._timeout_s, machine)
 
-    @told
+    @as_weight_sync_error
     def send(self) -> None:
         """Sends what was offered last; returns when every receiver has found it right.
 
@@ -603,13 +608,13 @@ class WeightReceiver:
         self._sink, self._before = sink, before
         self._halves: dict[Transport, ReceiveTransport] = {}
 
-    def describe(self) -> Endpoint:
+    def describe(self) -> SyncEndpoint:
         """Tells where this end is, and what it takes."""
         dtypes = {name: dtype_name(dtype) for name, dtype in self._sink.dtypes().items()}
-        return Endpoint.here(self._sink.device, dtypes)
+        return SyncEndpoint.here(self._sink.device, dtypes)
 
-    @told
-    def receive(self, offer: Offer, rank: int) -> None:
+    @as_weight_sync_error
+    def receive(self, offer: WeightOffer, rank: int) -> None:
         """Takes the offered weights; returns when they are served.
 
         Args:
@@ -624,7 +629,7 @@ class WeightReceiver:
             return
         half = self._half_of(offer.transport)
         board, names = half.board(offer.place), [spec.name for spec in offer.tensors]
-        at = Progress(board, 1 + rank, [SENDER], names, _PATIENCE * offer.timeout_s, offer.machine)
+        at = SyncProgress(board, 1 + rank, [SENDER], names, _PATIENCE * offer.timeout_s, offer.machine)
         try:
             self._before()
             self._sink.begin(offer.tensors, offer.version)
@@ -646,19 +651,19 @@ class WeightReceiver:
     def _half_of(self, transport: Transport) -> ReceiveTransport:
         """Returns the receiver's half that was used before, where it may be."""
         if transport not in self._halves:
-            half = CollectiveReceive(self._sink.device) if transport == "collective" else MemoryReceive()
+            half = CollectiveReceiver(self._sink.device) if transport == "collective" else SharedMemoryReceiver()
             self._halves = {transport: half}
         return self._halves[transport]
 
 
-def _verified(plan: Sequence[Bucket]) -> int:
+def _verified(plan: Sequence[WeightBucket]) -> int:
     """Returns the step behind the last bucket: a receiver has found every digest right, the sender has seen that of
     all.
     """
     return READY + len(plan) + 1
 
 
-def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transport:
+def choose_transport(sender: SyncEndpoint, receivers: Sequence[SyncEndpoint]) -> Transport:
     """Chooses the nearest way that leads to all receivers, if there is one."""
     if any((end.machine, end.pid) == (sender.machine, sender.pid) for end in receivers):
         return "shared"
@@ -668,7 +673,7 @@ def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transpo
     return "shared_memory" if here and ("cpu" in devices or len(devices) == 1) else "collective"
 
 
-def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[Endpoint]) -> None:
+def _check_reach(transport: Transport, sender: SyncEndpoint, receivers: Sequence[SyncEndpoint]) -> None:
     places = [(end.machine, end.pid) for end in receivers]
     if len(places) > 1 and len({*places, (sender.machine, sender.pid)}) <= len(places):
         found = "several ends in one process, which would wait for each other"
@@ -683,7 +688,7 @@ def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[End
     )
 
 
-def _wanted(receivers: Sequence[Endpoint]) -> dict[str, torch.dtype]:
+def _wanted(receivers: Sequence[SyncEndpoint]) -> dict[str, torch.dtype]:
     """Returns the dtypes that the first receiver takes; others are refused by the sinks that want other ones."""
     wanted = [dict(end.dtypes or {}) for end in receivers]
     return {name: DTYPES[dtype] for name, dtype in wanted[0].items()} if wanted else {}

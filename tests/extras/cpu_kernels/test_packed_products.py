@@ -15,7 +15,7 @@ from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.compute_dtype_weights import ComputeWeights
-from quartet.rollout.engine import NativeEngine, own_copy
+from quartet.rollout.engine import NativeEngine, copy_packed_model
 from quartet.rollout.protocol import Completion, Request
 
 Make = Callable[..., Request]
@@ -102,7 +102,7 @@ def test_layers_that_are_merged_and_packed_follow_the_sync(make_request: Make, r
         num_key_value_heads=2, max_position_embeddings=160,
     )  # fmt: skip
     trainer = packed_causal_lm(LlamaForCausalLM(config))
-    shared, apart = NativeEngine(trainer), NativeEngine(own_copy(trainer), owns_weights=True)
+    shared, apart = NativeEngine(trainer), NativeEngine(copy_packed_model(trainer), owns_weights=True)
     assert apart._weights.num_bytes > 4 * merged_layers.MIN_PACKED, "nothing is packed here"
     sent = [make_request(f"r{i}", length=5 + i, seed=i, max_new_tokens=5) for i in range(5)]
     for version in (1, 2):

@@ -23,7 +23,7 @@ from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.preference import PreferenceWorker
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.supervised import Given, RewardModelWorker, SFTWorker
+from quartet.trainers.supervised import PassedObjects, RewardModelWorker, SFTWorker
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -95,7 +95,7 @@ def test_sft_and_its_masks(viewed: Any) -> None:
     # With `quiet` an answered turn does not begin as its prompt ends.
     assert "generation prompt" in str(shown[0].error) and found.stopping.skipped.total() == 1
     recipe, _, shown = viewed("sft", SFT, "data.system_prompt=kind")
-    data = SFTWorker(recipe, Given(), CPU).data
+    data = SFTWorker(recipe, PassedObjects(), CPU).data
     assert batches(shown) == of_worker(data, "loss_mask")
     text = "".join(shown[0].spans[0].texts)
     assert text.startswith(json.dumps(TOOLS) + "<|im_start|>system\nkind<|im_end|>\n")
@@ -105,28 +105,28 @@ def test_sft_and_its_masks(viewed: Any) -> None:
 
 def _rest(worker: Any, recipe: Any, rows: list[Any]) -> Any:
     Path(recipe.data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return worker(recipe, Given(), CPU).data
+    return worker(recipe, PassedObjects(), CPU).data
 
 
 def test_pairs_scores_and_judgements(viewed: Any) -> None:
     recipe, _, shown = viewed("preference", PAIRS)
-    assert batches(shown) == of_worker(PreferenceWorker(recipe, Given(), CPU).data, "loss_mask")
+    assert batches(shown) == of_worker(PreferenceWorker(recipe, PassedObjects(), CPU).data, "loss_mask")
     assert [span.title for span in shown[0].spans] == ["prompt", "chosen", "rejected"]
     recipe, _, shown = viewed("reward-model", PAIRS)
     assert [ids for ids, _ in batches(shown)] == [
-        ids for ids, _ in of_worker(RewardModelWorker(recipe, Given(), CPU).data, "loss_mask")
+        ids for ids, _ in of_worker(RewardModelWorker(recipe, PassedObjects(), CPU).data, "loss_mask")
     ]
     assert [sum(span.mask) for span in shown[0].spans] == [0, 1, 1] and shown[0].spans[1].mask[-1]
     judged = [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "c", "completion": "d", "label": False}]
     recipe, _, shown = viewed("preference", judged, "loss.name=kto")
-    assert batches(shown) == of_worker(PreferenceWorker(recipe, Given(), CPU).data, "loss_mask")
+    assert batches(shown) == of_worker(PreferenceWorker(recipe, PassedObjects(), CPU).data, "loss_mask")
     assert [row.spans[1].title for row in shown] == ["good answer", "bad answer"]
 
 
 def test_steps_and_their_labels(viewed: Any) -> None:
     row = {"prompt": [USER], "steps": ["a", "b", "c"], "labels": [1, None, 0.5]}
     recipe, _, shown = viewed("process-reward", [row], "separator=;")
-    assert batches(shown) == of_worker(ProcessRewardWorker(recipe, Given(), CPU).data, "step_mask")
+    assert batches(shown) == of_worker(ProcessRewardWorker(recipe, PassedObjects(), CPU).data, "step_mask")
     assert list(shown[0].spans[1].marks.values()) == ["1", "0.5"]
 
 
@@ -182,7 +182,7 @@ def test_sources_and_sections(viewed: Any, tmp_path: Path) -> None:
     assert [row.place for row in shown] == [f"{other}:1"]
     mixed = f"data={{sources: [{{path: {other}, weight: 3}}, {{path: {tmp_path / 'rows.jsonl'}, weight: 1}}]}}"
     recipe, found, shown = viewed("sft", [SFT[1]] * 3, mixed)
-    assert len(shown) == 4 and found.notes() == list(SFTWorker(recipe, Given(), CPU).data.warnings)
+    assert len(shown) == 4 and found.notes() == list(SFTWorker(recipe, PassedObjects(), CPU).data.warnings)
 
 
 def test_no_weights_are_read(viewed: Any, model: Path, tmp_path: Path) -> None:

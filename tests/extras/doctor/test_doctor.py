@@ -39,7 +39,7 @@ from quartet.schedule.iteration import ModelScorer
 from quartet.schedule.rollout_worker import RequestStore
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers import workers
 from quartet.trainers.loop import RLLoop
@@ -206,7 +206,7 @@ def test_temperature_missing_in_the_trainers_log_probabilities(
 ) -> None:
     forward = TrainEngine.forward
 
-    def changed(self: TrainEngine[Any], batch: RaggedBatch, needs: Needs) -> ColumnSet:
+    def changed(self: TrainEngine[Any], batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
         return forward(self, batch, replace(needs, temperature=1.0))
 
     monkeypatch.setattr(TrainEngine, "forward", changed)

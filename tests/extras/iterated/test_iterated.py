@@ -19,7 +19,7 @@ from quartet.extras.iterated.trainer import IteratedTrainer, make_pair
 from quartet.extras.quickstart import task
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
-from quartet.trainers.evaluation_metrics import Answer
+from quartet.trainers.evaluation_metrics import ScoredAnswer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.supervised import RewardModelTrainer
 
@@ -208,8 +208,8 @@ def test_a_labeller_that_tells_nothing_apart_is_an_error(recipe: Any) -> None:
 # Pairs -----------------------------------------------------------------------------------------------------
 
 
-def group(*labels: float) -> list[Answer]:
-    return [Answer("p", n, "p", f"answer {n}", "stop", 2, {"x": label}) for n, label in enumerate(labels)]
+def group(*labels: float) -> list[ScoredAnswer]:
+    return [ScoredAnswer("p", n, "p", f"answer {n}", "stop", 2, {"x": label}) for n, label in enumerate(labels)]
 
 
 def test_best_and_worst() -> None:

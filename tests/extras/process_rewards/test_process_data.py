@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.errors import UserError
 from quartet.data.datasets import TokenLimit
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.extras.process_rewards.data import ProcessData, StepLabelled, step_labelled
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
 
 
-def rows(*values: dict[str, Any]) -> list[Row]:
-    return [Row({"prompt": "1+1=", **value}, "f.jsonl", line) for line, value in enumerate(values, start=1)]
+def rows(*values: dict[str, Any]) -> list[DataRow]:
+    return [DataRow({"prompt": "1+1=", **value}, "f.jsonl", line) for line, value in enumerate(values, start=1)]
 
 
 def parsed(*values: dict[str, Any], separator: str = ";") -> list[StepLabelled]:
@@ -138,7 +138,7 @@ def test_two_steps_in_one_token_are_refused() -> None:
     backend.pre_tokenizer = pre_tokenizers.Split("#", behavior="removed")
     backend.decoder = decoders.Fuse()
     codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>"))
-    data = step_labelled([Row({"prompt": "p", "completion": "#1;2;#3", "labels": [1, 0, 1]}, "f", 4)], ";")
+    data = step_labelled([DataRow({"prompt": "p", "completion": "#1;2;#3", "labels": [1, 0, 1]}, "f", 4)], ";")
     with pytest.raises(UserError) as caught:
         ProcessData.build(data, codec, ";", TokenLimit(100))
     assert caught.value.found == "f:4: two steps end in the same token"

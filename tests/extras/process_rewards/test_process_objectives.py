@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.extras.process_rewards.trainer import STEP_NEEDS, StepObjective
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 from unshared import unshared
 
 
@@ -67,7 +67,7 @@ def test_step_scores_are_read_at_the_token_itself(steps, make_engine, make_model
     expected = logits_of(make_model("scalar", torch.float64), steps)
     for t in range(steps.num_tokens):
         assert float(found[t]) == pytest.approx(float(expected.get(t, torch.tensor(0.0)).detach()), abs=1e-10), t
-    scores = engine.forward(steps, Needs(scores=True)).sequence["scores"]
+    scores = engine.forward(steps, ForwardNeeds(scores=True)).sequence["scores"]
     ends = [steps.leaf_span(s)[1] - 1 for s in (0, 2)]
     torch.testing.assert_close(found[ends], scores[[0, 2]], atol=1e-10, rtol=1e-10)
 

@@ -25,11 +25,11 @@ from quartet.extras.process_rewards.data import save_step_separator
 from quartet.extras.process_rewards.roles import ProcessModelRole, step_ends
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.leases import LeaseContext, local_arbiter
+from quartet.schedule.leases import LeaseContext, default_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.experience import Assembler, Experience
+from quartet.trainers.experience import Experience, ExperienceAssembler
 from quartet.trainers.model_loader import reward_models
 from split_workers import SplitWorkers, without_ids
 
@@ -95,7 +95,7 @@ def chunk_with(codec: TextCodec, answers: Sequence[Sequence[str]] = ANSWERS, ste
 
 
 def score(role: ProcessModelRole, chunk: Chunk) -> Any:
-    worker = LeaseContext(local_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
+    worker = LeaseContext(default_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
     return asyncio.run(role.scorer(worker, LocalGroup(role.worker())).score(chunk))
 
 
@@ -201,7 +201,7 @@ def test_only_workers_read_token_ids_however_many_there_are(role_of: Any, codec:
     chunk = chunk_with(codec)
     batch = chunk.data.pop("response")[0].with_sequence(response=torch.tensor([0, 0, 0, 1]))
     expected = score(role, replace(chunk, data=batch))
-    worker = LeaseContext(local_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
+    worker = LeaseContext(default_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
     group = SplitWorkers([role.worker() for _ in range(5)], batch)
     found = asyncio.run(role.scorer(worker, group).score(replace(chunk, data=without_ids(batch))))
     for ours, theirs in ((found.token, expected.token), (found.sequence, expected.sequence)):
@@ -248,7 +248,7 @@ def experience(algorithm: Any, role: ProcessModelRole, codec: TextCodec, outcome
     data = chunk.data.with_sequence(**{"reward/exact": torch.tensor(list(outcome))})
     data = data.with_token(values=torch.zeros(data.num_tokens))
     weights = {"exact": 1.0, role.name: 0.5}
-    return Assembler(algorithm, weights, lambda: 0.0)([(Chunk(2, 0, data), [columns])])
+    return ExperienceAssembler(algorithm, weights, lambda: 0.0)([(Chunk(2, 0, data), [columns])])
 
 
 OUTCOME = (1.0, 0.0, 1.0, 0.0)
@@ -307,7 +307,9 @@ def test_shuffled_scores_are_not_earned_on_the_way(role_of: Any, codec: TextCode
     chunk = chunk_with(codec)
     columns = score(role, chunk)
     data = chunk.data.with_token(values=torch.zeros(chunk.data.num_tokens))
-    backwards = Assembler(PPO(kl=NO_KL), {role.name: 1.0}, lambda: 0.0, lambda _, n: torch.arange(n - 1, -1, -1))
+    backwards = ExperienceAssembler(
+        PPO(kl=NO_KL), {role.name: 1.0}, lambda: 0.0, lambda _, n: torch.arange(n - 1, -1, -1)
+    )
     found = backwards([(Chunk(2, 0, data), [columns])]).batch
     rewards = found.sequence["reward/process_reward"].flip(0).tolist()
     for s in range(len(found)):

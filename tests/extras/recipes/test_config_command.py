@@ -13,7 +13,7 @@ import pytest
 
 from quartet.cli import main as cli
 from quartet.config.load import load_recipe
-from quartet.config.plugins import recipes
+from quartet.config.plugins import recipe_classes
 from quartet.extras.recipes.commands import pages
 from quartet.extras.recipes.reference import sections
 
@@ -60,7 +60,7 @@ def test_no_page_is_left_of_a_job_that_is_gone() -> None:
     assert {path.name for path in (ROOT / "docs" / "reference").iterdir()} == set(pages())
 
 
-@pytest.mark.parametrize("job", recipes())
+@pytest.mark.parametrize("job", recipe_classes())
 def test_every_key_is_printed_within_the_width(run: Run, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = run("config", job)
@@ -80,7 +80,7 @@ def test_a_part_a_key_and_a_choice(run: Run) -> None:
 
 def test_jobs_are_listed(run: Run) -> None:
     status, out, _ = run("config")
-    assert status == 0 and all(job in out for job in recipes())
+    assert status == 0 and all(job in out for job in recipe_classes())
 
 
 def test_an_unknown_part_is_a_users_error(run: Run) -> None:
@@ -117,7 +117,7 @@ def test_help_names_config_and_init_in_groups(run: Run) -> None:
     assert "Other:" not in out and "..." not in out[begin:]
 
 
-@pytest.mark.parametrize("job", recipes())
+@pytest.mark.parametrize("job", recipe_classes())
 def test_help_of_a_job_says_where_its_keys_are(run: Run, job: str) -> None:
     _, out, _ = run(job, "--help")
     assert f"quartet config {job}" in " ".join(out.split()) and f"quartet init {job}" in " ".join(out.split())

@@ -7,26 +7,28 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from quartet.config.common import Strict
+from quartet.config.common import StrictModel
 from quartet.config.errors import UserError
 from quartet.config.load import load_recipe
-from quartet.config.plugins import recipes
+from quartet.config.plugins import recipe_classes
 from quartet.config.strict import Tokens, dotted_fields
 from quartet.config.yamls import parse_yaml
 from quartet.extras.recipes.reference import sections, type_words
 
 
-@pytest.mark.parametrize("job", recipes())
+@pytest.mark.parametrize("job", recipe_classes())
 def test_every_key_of_every_job_is_described(job: str) -> None:
     for section in sections(job, variants=True):
         words = {key.name: key.meaning for key in section.keys} | dict(section.variants)
         assert all(words.values()), f"{section.address}: {words}"
 
 
-@pytest.mark.parametrize("job", recipes())
+@pytest.mark.parametrize("job", recipe_classes())
 def test_every_key_that_an_override_may_name_is_found(job: str) -> None:
     names = [
-        name for name, _ in dotted_fields(recipes()[job]) if name.rpartition(".")[2] not in ("job", "name", "type")
+        name
+        for name, _ in dotted_fields(recipe_classes()[job])
+        if name.rpartition(".")[2] not in ("job", "name", "type")
     ]
     assert len(names) > 20
     for name in dict.fromkeys(names):
@@ -42,7 +44,7 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("job", recipes())
+@pytest.mark.parametrize("job", recipe_classes())
 def test_the_defaults_shown_are_those_of_a_loaded_recipe(job: str) -> None:
     recipe = load_recipe(job, None, MADE.get(job, ())).model_dump(mode="json")
     checked = 0
@@ -107,7 +109,7 @@ def test_unknown_parts_lead_to_known_ones(job: str, address: str, remedy: str) -
 
 
 def test_types_units_and_values_in_words() -> None:
-    class Model(Strict):
+    class Model(StrictModel):
         budget: Tokens | None = Field(None, ge=1)
         wait_s: float = Field(1e-6, gt=0, le=2)
         pair: tuple[float, float] = (0.5, 1.0)

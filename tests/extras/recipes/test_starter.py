@@ -10,22 +10,22 @@ import pytest
 
 from quartet.config.choices import RewardConfig
 from quartet.config.errors import UserError
-from quartet.config.load import load_recipe, methods
-from quartet.config.plugins import recipes
-from quartet.config.strict import members, tags
+from quartet.config.load import job_methods, load_recipe
+from quartet.config.plugins import recipe_classes
+from quartet.config.strict import discriminator_values, union_members
 from quartet.extras.recipes.reference import REWARDS, is_rewarded, sections, starter
 
 COMBINATIONS = [
     (job, method, reward)
-    for job in recipes()
-    for method, reward in product([None, *methods().get(job, ())], [None, *(REWARDS if is_rewarded(job) else ())])
+    for job in recipe_classes()
+    for method, reward in product([None, *job_methods().get(job, ())], [None, *(REWARDS if is_rewarded(job) else ())])
     if job != "iterated-reward-model" or None in (method, reward)  # whose rewards do not meet its methods
 ]
 IMPOSSIBLE = {("rl", "remax", "process_model"): "pays steps one by one"}
 """What config/recipe.py refuses."""
 
 
-@pytest.mark.parametrize("job", recipes())
+@pytest.mark.parametrize("job", recipe_classes())
 def test_every_combination_loads(job: str, tmp_path: Path) -> None:
     path, refused = tmp_path / "recipe.yaml", set()
     for combination in (found for found in COMBINATIONS if found[0] == job):
@@ -46,11 +46,11 @@ def test_every_combination_loads(job: str, tmp_path: Path) -> None:
 
 
 def test_every_reward_and_method_has_a_beginning() -> None:
-    assert set(REWARDS) == set(tags(members(RewardConfig))[1])
+    assert set(REWARDS) == set(discriminator_values(union_members(RewardConfig))[1])
     assert len(COMBINATIONS) > 200
 
 
-@pytest.mark.parametrize("job", recipes())
+@pytest.mark.parametrize("job", recipe_classes())
 def test_the_examples_in_comments_load_when_they_are_uncommented(job: str, tmp_path: Path) -> None:
     text = starter(job)
     examples = re.sub(r"^( *)# (\w+: )", r"\1\2", text, flags=re.M)
@@ -71,7 +71,7 @@ def test_comments_are_the_keys_own_descriptions() -> None:
         assert sections("rl", address)[0].keys[0].meaning in text, address
 
 
-@pytest.mark.parametrize("job", recipes())
+@pytest.mark.parametrize("job", recipe_classes())
 def test_a_beginning_is_short_and_names_where_the_rest_is(job: str) -> None:
     lines = starter(job).splitlines()
     assert f"quartet config {job}" in "\n".join(lines[:3])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.observe.rollouts import RolloutRecord, write_step
+from quartet.observe.rollouts import RolloutRecord, write_rollout_step
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import JsonlTracker
 
@@ -125,7 +125,7 @@ def _write_rl(path: Path, steps: int, rng: random.Random, hostile: bool) -> None
                 elif prompt == 1 and index == 1:
                     pieces = ["[tool", " output]", *pieces]
                 records.append(make_record(step, prompt, index, pieces, text, quality, rng))
-        write_step(path / "rollouts", step, records)
+        write_rollout_step(path / "rollouts", step, records)
     tracker.close()
     recorder.close()
 

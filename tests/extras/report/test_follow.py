@@ -15,9 +15,9 @@ from test_report import RECORDS
 from quartet.config.errors import UserError
 from quartet.extras.report.compare import kept_trajectory, replay_lines
 from quartet.extras.report.watch import Watch
-from quartet.observe.files import Tail, truncate_after
-from quartet.observe.rollouts import write_step
-from quartet.observe.trackers import JsonlTracker, metrics_of_row
+from quartet.observe.files import FileTail, truncate_after
+from quartet.observe.rollouts import write_rollout_step
+from quartet.observe.trackers import JsonlTracker, metrics_from_row
 
 MakeRun = Callable[..., Path]
 
@@ -29,7 +29,7 @@ def append(path: Path, text: str) -> None:
 
 def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    tail = Tail(path, metrics_of_row)
+    tail = FileTail(path, metrics_from_row)
     assert tail.poll() == [] and tail.trouble is None, "there is no file yet"
     append(path, '{"step":1,"time_s":1.0}\n{"step":2,"ti')
     assert [row["step"] for row in tail.poll()] == [1]
@@ -41,7 +41,7 @@ def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
 
 def test_tail_passes_over_damage_and_other_versions(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    tail = Tail(path, metrics_of_row)
+    tail = FileTail(path, metrics_from_row)
     for bad in ("nonsense", "[1]", '{"step":"x","time_s":1.0}', '{"time_s":1.0}', "\udcff", "[" * 100_000):
         with path.open("ab") as file:
             file.write(bad.encode("utf-8", "surrogateescape") + b'\n{"step":1,"time_s":1.0}\n')
@@ -52,7 +52,7 @@ def test_tail_passes_over_damage_and_other_versions(tmp_path: Path) -> None:
 def test_tail_of_what_a_resume_cuts_back_or_removes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path)
-    tail = Tail(path, metrics_of_row)
+    tail = FileTail(path, metrics_from_row)
     for step in (1, 2, 3):
         tracker.log(step, {"loss/policy": 0.0})
     tracker.close()
@@ -96,7 +96,7 @@ def test_screen_of_a_run(tmp_path: Path, make_run: MakeRun) -> None:
 
 
 def test_replay_of_an_episode_tells_observations_from_tokens(tmp_path: Path) -> None:
-    write_step(tmp_path / "rollouts", 7, RECORDS)
+    write_rollout_step(tmp_path / "rollouts", 7, RECORDS)
     (tmp_path / "run.json").write_text("{}")
     lines = list(replay_lines(kept_trajectory(tmp_path, 7, 0)))
     assert [line.split(maxsplit=2) for line in lines if "read, " in line] == [["2", '"[higher]"', "read, not sampled"]]

@@ -21,7 +21,7 @@ from quartet.extras.report.build import ReportLimits, collect_run, collect_stage
 from quartet.extras.report.compare import build_comparison, collect_comparison
 from quartet.extras.report.watch import LiveRun, LiveServer
 from quartet.observe.files import truncate_after
-from quartet.observe.rollouts import read_step, write_step
+from quartet.observe.rollouts import read_rollout_step, write_rollout_step
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import JsonlTracker
 
@@ -49,7 +49,7 @@ def set_status(path: Path, status: str) -> None:
 def go_on(path: Path, step: int) -> None:
     """The run's next step, as a run writes it: rollouts, metrics, spans."""
     stage = path / "rl"
-    write_step(stage / "rollouts", step, read_step(stage / "rollouts", 1))
+    write_rollout_step(stage / "rollouts", step, read_rollout_step(stage / "rollouts", 1))
     tracker, recorder = JsonlTracker(stage / "metrics.jsonl"), SpanRecorder(stage / "spans.jsonl")
     tracker.log(step, {"reward/score_mean": float(step), "rollout/repetition_frac": 0.5})
     with recorder.span("generate", step=step, role="rollout") as span:

@@ -17,7 +17,7 @@ import pytest
 from quartet.config.errors import UserError
 from quartet.extras.report.build import SCRIPTS, ReportLimits, build_report, collect_rollouts, collect_run
 from quartet.observe.files import RowAppender, truncate_after
-from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
+from quartet.observe.rollouts import RolloutRecord, read_rollout_step, rollouts_path, write_rollout_step
 from quartet.observe.spans import SpanRecorder
 
 ASSETS = Path(__file__).parents[3] / "src" / "quartet" / "extras" / "report" / "assets"
@@ -77,7 +77,9 @@ def test_hostile_output_stays_data(tmp_path: Path, make_run: MakeRun) -> None:
     assert [tag for tag, _ in page.tags if tag == "script"] == ["script"] * 2
     samples = [s for stage in page.data["stages"] if stage["rollouts"] for s in stage["rollouts"]["samples"]["4"]]
     hostile = next(s for s in samples if s["tokens"][0].startswith("</script>"))
-    record = next(r for r in read_step(tmp_path / "run" / "rl" / "rollouts", 4) if r.sequence_id == hostile["id"])
+    record = next(
+        r for r in read_rollout_step(tmp_path / "run" / "rl" / "rollouts", 4) if r.sequence_id == hostile["id"]
+    )
     assert hostile["tokens"] == record.response_tokens, "exactly as the model wrote it"
     assert "{{ script }} {{ data }}" in hostile["tokens"]
 
@@ -276,7 +278,7 @@ def test_an_address_leads_into_a_replay(tmp_path: Path, make_run: MakeRun) -> No
     run = make_run(tmp_path / "run", steps=2)
     dom_text = render(build_report(run), tmp_path / "profile", "stage=rl&step=2&sample=1&token=3")
     dom = Dom(dom_text)
-    record = read_step(run / "rl" / "rollouts", 2)[1]
+    record = read_rollout_step(run / "rl" / "rollouts", 2)[1]
     count = len(record.response_tokens)
     assert dom.classes.count("later") == count - 3 and dom.classes.count("now") == 1
     readout = re.search(r'class="chips readout".*?</div>', dom_text, re.DOTALL)
@@ -395,8 +397,8 @@ RECORDS = [
 
 
 def test_states_and_sequences_reach_the_page(tmp_path: Path) -> None:
-    write_step(tmp_path, 1, RECORDS)
-    write_step(tmp_path, 2, [record(0, 0, "ask", "seven", step=2), record(0, 1, "noted", "eight", step=2)])
+    write_rollout_step(tmp_path, 1, RECORDS)
+    write_rollout_step(tmp_path, 2, [record(0, 0, "ask", "seven", step=2), record(0, 1, "noted", "eight", step=2)])
     warned: list[str] = []
     data = collect_rollouts(tmp_path, ReportLimits(), warned.append)
     assert data is not None and not warned
@@ -417,7 +419,7 @@ def test_states_and_sequences_reach_the_page(tmp_path: Path) -> None:
 
 
 def test_limits_cut_trajectories_not_sequences(tmp_path: Path) -> None:
-    write_step(tmp_path, 1, RECORDS)
+    write_rollout_step(tmp_path, 1, RECORDS)
     data = collect_rollouts(tmp_path, ReportLimits(responses_per_group=1), [].append)
     assert data is not None
     assert [s["id"] for s in data["samples"]["1"]] == ["1.0", "1.0.1"]
@@ -426,7 +428,7 @@ def test_limits_cut_trajectories_not_sequences(tmp_path: Path) -> None:
 
 @needs_browser
 def test_the_page_marks_observations_and_lays_the_sequences_side_by_side(tmp_path: Path) -> None:
-    write_step(tmp_path / "rollouts", 1, RECORDS)
+    write_rollout_step(tmp_path / "rollouts", 1, RECORDS)
     (tmp_path / "run.json").write_text('{"job": "rl", "name": "episodes"}', encoding="utf-8")
     page = render(build_report(tmp_path), tmp_path / "profile", "step=1&sample=1")
     dom = Dom(page)

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from quartet.data.formats import prompts as prompts_of
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import (
     Completion,
@@ -223,7 +223,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Clien
 
     def trained_on(row: dict[str, Any], variables: dict[str, Any]) -> list[int]:
         codec = TextCodec(with_template(CODEC.tokenizer, str(file), variables))
-        (item,) = prompts_of([Row(row, "rows.jsonl", 1)]).items
+        (item,) = prompts_of([DataRow(row, "rows.jsonl", 1)]).items
         return codec.encode_prompt(item.prompt)
 
     with served(codec=TextCodec(with_template(CODEC.tokenizer, str(file), {}))) as client:

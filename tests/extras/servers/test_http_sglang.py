@@ -19,7 +19,7 @@ from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
 from quartet.rollout.protocol import Completion, EngineFailed, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.sink import write_into
+from quartet.weights.sink import write_weights
 
 targets: Any = importlib.import_module("engine_targets")
 servers: Any = importlib.import_module("http_engines")
@@ -39,7 +39,7 @@ class Side:
 
     def send(self, version: int, engine: Any = None) -> None:
         (engine or self.engine).pause()
-        write_into(self.staging.weight_sink(), self.model.named_parameters(), version)
+        write_weights(self.staging.weight_sink(), self.model.named_parameters(), version)
         (engine or self.engine).resume()
 
 
@@ -115,9 +115,9 @@ def test_a_version_that_breaks_off_is_never_seen(tmp_path: Path, monkeypatch: py
     def seen() -> list[str]:
         return sorted(path.name for path in tmp_path.glob("*/version_*"))
 
-    write_into(weights.staging.weight_sink(), model.named_parameters(), 1)
+    write_weights(weights.staging.weight_sink(), model.named_parameters(), 1)
     weights.path(1)
-    write_into(weights.staging.weight_sink(), model.named_parameters(), 2)
+    write_weights(weights.staging.weight_sink(), model.named_parameters(), 2)
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="on fire"):
         patched.setattr(sglang, "save_file", broken)
         weights.path(2)

@@ -24,8 +24,8 @@ from quartet.extras.speculation.job import MedusaTrainer, MedusaWorker
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.sampler import sample_seed
-from quartet.trainers.evaluation import run_to_end
-from quartet.trainers.supervised import Given
+from quartet.trainers.evaluation import run_requests
+from quartet.trainers.supervised import PassedObjects
 
 
 def trainer(
@@ -85,7 +85,7 @@ def test_prompts_are_shown_as_they_are_answered(causal_lm: Any, tokenizer: Any, 
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[:3]))
     recipe = load_recipe("medusa", None, [f"model.path={tmp_path}/model", f"data.path={tmp_path}/rows.jsonl"])
     shown = DataRows(sections_of(recipe)["data"], "data").rows(1, 99)
-    data = MedusaWorker(recipe, Given(), torch.device("cpu")).data
+    data = MedusaWorker(recipe, PassedObjects(), torch.device("cpu")).data
     assert [sum(len(span.ids) for span in row.spans) for row in shown] == [item.num_tokens for item in data.items]
 
 
@@ -99,7 +99,7 @@ def test_answers_are_those_of_plain_decoding(causal_lm: Any, tokenizer: Any, pro
     assert len({request.sampling.seed for of_key in found.values() for request in of_key}) == 2 * (len(prompts) + 4)
     for data, requests in zip((worker.data, worker.evaluation), found.values(), strict=True):
         for item, request in zip(data.items, requests, strict=True):
-            (alone,) = run_to_end(NativeEngine(packed, decode=worker.codec.decode_completion), [request])
+            (alone,) = run_requests(NativeEngine(packed, decode=worker.codec.decode_completion), [request])
             assert item.input_ids == (*request.prompt_ids, *alone.token_ids)
             assert item.loss_mask == (False,) * len(request.prompt_ids) + (True,) * len(alone.token_ids)
 

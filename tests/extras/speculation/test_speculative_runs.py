@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from breaking import same_weights, untimed_rows
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LoRAConfig, SamplingConfig, TrainConfig
-from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig
-from quartet.config.plugins import load
+from quartet.config.engines import BaseSpeculationConfig, NativeEngineConfig, VLLMEngineConfig
+from quartet.config.plugins import load_object
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.extras.speculation.config import (
     HeadTraining,
@@ -33,8 +33,8 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import load_engine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
-from quartet.rollout.vllm.start import Drafts
-from quartet.trainers.engines import Policy, _native_arguments, _vllm_specs, open_engine
+from quartet.rollout.vllm.start import DraftSettings
+from quartet.trainers.engines import EnginePolicy, _native_arguments, _vllm_specs, open_engine
 
 COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15), drafting=(0.0,))
 HISTORY = HistorySpeculation(min_match=1, max_draft=3, costs=COSTS)
@@ -42,7 +42,7 @@ GUMBEL = SamplingConfig(max_new_tokens=8, temperature=0.3, draw="gumbel")
 DRAFTS = ("rollout/accepted_by_depth", "rollout/draft_acceptance", "rollout/tokens_per_forward")
 
 
-def rollout(speculation: Speculation | None, **engine: Any) -> RolloutConfig:
+def rollout(speculation: BaseSpeculationConfig | None, **engine: Any) -> RolloutConfig:
     config = NativeEngineConfig(**{"max_running": 4, "steps_per_lease": 2, **engine})
     return RolloutConfig(engine=config, sampling=GUMBEL, speculation=speculation)
 
@@ -58,7 +58,7 @@ def heads(causal_lm: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def train(tiny_rl: Any, digits: Any, tmp_path: Path) -> Callable[..., Any]:
-    def run(name: str, speculation: Speculation | None, reward: Any = digits, **changes: Any) -> Any:
+    def run(name: str, speculation: BaseSpeculationConfig | None, reward: Any = digits, **changes: Any) -> Any:
         values: dict[str, Any] = {
             "rollout": rollout(speculation),
             "steps": 3,
@@ -154,7 +154,7 @@ def test_an_engine_in_a_process_of_its_own_drafts_too(
     causal_lm().save_pretrained(path)
     tokenizer.save_pretrained(path)
     for speculation in (HISTORY, MedusaSpeculation(path=str(heads), depth=1)):
-        policy = Policy(str(path), 16, str, speculation=speculation)
+        policy = EnginePolicy(str(path), 16, str, speculation=speculation)
         engine = load_engine(**pickle.loads(pickle.dumps(_native_arguments(NativeEngineConfig(), policy))))
         assert engine.drafter is not None
         assert engine.drafter.tree.depth == (3 if speculation is HISTORY else 1)
@@ -199,12 +199,12 @@ def test_vllm_drafts_from_history_and_by_heads() -> None:
 
 
 def test_what_vllm_is_told_of_history(tmp_path: Path) -> None:
-    policy = Policy("model", 16, str, speculation=HistorySpeculation(min_match=2, max_draft=4))
+    policy = EnginePolicy("model", 16, str, speculation=HistorySpeculation(min_match=2, max_draft=4))
     (spec,) = _vllm_specs(VLLMEngineConfig(), policy)
     target, section = spec.kwargs["drafter"]
-    drafts = load(target)(section, tmp_path)
+    drafts = load_object(target)(section, tmp_path)
     lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}
-    assert drafts == Drafts({"method": "ngram", "num_speculative_tokens": 4, **lookup})
+    assert drafts == DraftSettings({"method": "ngram", "num_speculative_tokens": 4, **lookup})
 
 
 @pytest.mark.parametrize("shared", [True, False])

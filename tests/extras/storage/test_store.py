@@ -16,7 +16,7 @@ from quartet.config.common import DataConfig
 from quartet.config.strict import is_url
 from quartet.data.readers import iter_rows
 from quartet.extras.storage.store import Store, StoreError
-from quartet.text.loading import local_or_hub
+from quartet.text.loading import resolve_model_directory
 from quartet.trainers.run_files import output_path
 
 
@@ -85,7 +85,7 @@ def test_one_download_however_many_ask(url: str, downloads: list[str]) -> None:
         thread.join()
     assert sorted(downloads) == ["config.json", "weights/part"] and len(set(found)) == 1
     assert (found[0] / "weights" / "part").read_bytes() == b"w" * 1000
-    assert local_or_hub(url, "model") == str(found[0])
+    assert resolve_model_directory(url, "model") == str(found[0])
 
 
 def test_what_has_changed_comes_again_and_what_is_gone_goes(url: str, downloads: list[str]) -> None:
@@ -146,7 +146,7 @@ def test_bad_urls(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
             Store(name).local_copy()
     Store(url).write("run.json", b"{}")
     with pytest.raises(UserError) as caught:
-        local_or_hub(url, "model")
+        resolve_model_directory(url, "model")
     assert caught.value.remedy == f"name {url}/model, or another folder that the run has written"
     names = ("run.json", "../../../etc")
     monkeypatch.setattr(type(Store(url)._fs), "find", lambda *_, **__: {f"/bucket/some/name/{n}": {} for n in names})
@@ -155,9 +155,9 @@ def test_bad_urls(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_plug_in_urls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_plugins, "plugins", tuple)
+    monkeypatch.setattr(config_plugins, "installed_plugins", tuple)
     for read in (
-        lambda: local_or_hub("s3://bucket/model", "model"),
+        lambda: resolve_model_directory("s3://bucket/model", "model"),
         lambda: output_path("s3://bucket/run", "rl", False),
     ):
         with pytest.raises(UserError, match="nothing here serves URLs"):

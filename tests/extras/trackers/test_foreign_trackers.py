@@ -15,7 +15,7 @@ import pytest
 from quartet.config.errors import UserError
 from quartet.config.run import LogConfig
 from quartet.extras.trackers.config import MLflowConfig, TrackioConfig, WandbConfig
-from quartet.observe.trackers import Row, TrackedRun, build_trackers
+from quartet.observe.trackers import Row, RunInfo, build_trackers
 
 ROWS: list[Row] = [
     {"prompt": "1+1=", "response": "2", "score": 1.0},
@@ -39,7 +39,7 @@ def track(config: LogConfig, path: Path, told: list[str], steps: range, resumed_
     path.mkdir(exist_ok=True)
     kept = [{"step": step, "time_s": 0.0, "loss/policy": step / 4} for step in range(1, resumed_after + 1)]
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
-    run = TrackedRun(path.name, path, RECIPE, resumed_after)
+    run = RunInfo(path.name, path, RECIPE, resumed_after)
     (tracker,) = build_trackers(config, run, told.append, told.append)
     for step in (*steps, steps[-1]):  # a step that is done again, as after a worker's death
         tracker.log(step, {"loss/policy": step / 4, "eval/judge": float(step), "eval/judge/exact_match": 0.5})

@@ -3,7 +3,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.algorithms.advantages import gae, group_relative, leave_one_out, length_weighted
+from quartet.algorithms.advantages import (
+    gae,
+    group_relative_advantages,
+    leave_one_out_advantages,
+    length_weighted_advantages,
+)
 
 PUBLISHED_SCORES = torch.tensor([1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10], dtype=torch.float64)
 PUBLISHED_GROUPS = torch.arange(12) % 3
@@ -85,7 +90,7 @@ def test_nearly_equal_rewards_are_no_equal_rewards(deviation, share):
     # docs/conventions.md: the share of a full-size advantage that is left at this standard deviation.
     scores = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
     group = torch.zeros(3, dtype=torch.int64)
-    found = group_relative(scores * deviation, group, normalise_std=True)
+    found = group_relative_advantages(scores * deviation, group, normalise_std=True)
     assert float(found[2]) == pytest.approx(share, rel=2e-3)
 
 
@@ -103,17 +108,19 @@ def test_groups_match_a_loop(sizes, seed):
         normalised[n] = centred[n] / (scores[members].std() + 1e-6)
         left_out[n] = scores[n] - scores[others].mean()
     exact = {"atol": 1e-10, "rtol": 1e-9}
-    torch.testing.assert_close(group_relative(scores, group, False), centred, **exact)
-    torch.testing.assert_close(group_relative(scores, group, True), normalised, **exact)
-    torch.testing.assert_close(leave_one_out(scores, group), left_out, **exact)
+    torch.testing.assert_close(group_relative_advantages(scores, group, False), centred, **exact)
+    torch.testing.assert_close(group_relative_advantages(scores, group, True), normalised, **exact)
+    torch.testing.assert_close(leave_one_out_advantages(scores, group), left_out, **exact)
 
 
 ESTIMATORS = {
-    "grpo": lambda scores, group, **raw: group_relative(scores, group, True, **raw),
-    "dr_grpo": lambda scores, group, **raw: group_relative(scores, group, False, **raw),
-    "rloo": leave_one_out,
+    "grpo": lambda scores, group, **raw: group_relative_advantages(scores, group, True, **raw),
+    "dr_grpo": lambda scores, group, **raw: group_relative_advantages(scores, group, False, **raw),
+    "rloo": leave_one_out_advantages,
     # Lengths that depend on the score alone, so that they travel with their members.
-    "opo": lambda scores, group, **raw: length_weighted(scores, 1 + scores.float().abs().clamp(max=50), group, **raw),
+    "opo": lambda scores, group, **raw: length_weighted_advantages(
+        scores, 1 + scores.float().abs().clamp(max=50), group, **raw
+    ),
 }
 
 

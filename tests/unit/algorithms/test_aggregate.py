@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quartet.algorithms.losses import LossTokens, aggregate, aggregation_denominators
+from quartet.algorithms.losses import LossTokens, aggregate_loss, aggregation_denominators
 
 MODES = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"]
 NORM = 16.0
@@ -27,7 +27,7 @@ def slow_aggregate(values, layout, mode):
 def test_matches_a_loop(mode, make_layout, close):
     layout = make_layout(0)
     values = layout.poisoned(layout.normal(1), float("-inf"))
-    close(aggregate(values, layout.tokens(mode, norm=NORM)), slow_aggregate(values, layout, mode))
+    close(aggregate_loss(values, layout.tokens(mode, norm=NORM)), slow_aggregate(values, layout, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -36,10 +36,10 @@ def test_micro_batches_add_up(mode, num_parts, make_layout, close):
     # Tokens of one owner land in several micro-batches, and some micro-batches have no loss token.
     layout = make_layout(6)
     values = layout.normal(1)
-    whole = aggregate(values, layout.tokens(mode, norm=NORM))
+    whole = aggregate_loss(values, layout.tokens(mode, norm=NORM))
     part = torch.arange(layout.num_tokens) * num_parts // layout.num_tokens
     part = part[torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(1))]
-    shares = [aggregate(values[part == p], layout.tokens(mode, part == p, NORM)) for p in range(num_parts)]
+    shares = [aggregate_loss(values[part == p], layout.tokens(mode, part == p, NORM)) for p in range(num_parts)]
     close(torch.stack(shares).sum(), whole)
 
 
@@ -48,7 +48,7 @@ def test_ranks_add_up_with_summed_denominators(mode, make_layout, close):
     # Two ranks number their own trajectories; only the two counts are summed over ranks.
     layout = make_layout(7)
     values = layout.normal(1)
-    whole = aggregate(values, layout.tokens(mode, norm=NORM))
+    whole = aggregate_loss(values, layout.tokens(mode, norm=NORM))
     ranks = [layout.owner < 2, layout.owner >= 2]
     local = [
         aggregation_denominators(layout.mask[own], layout.owner[own], layout.num_owners, norm=NORM) for own in ranks
@@ -57,7 +57,7 @@ def test_ranks_add_up_with_summed_denominators(mode, make_layout, close):
     shares = []
     for own, d in zip(ranks, local, strict=True):
         summed = replace(d, num_tokens=num_tokens, num_sequences=num_sequences)
-        shares.append(aggregate(values[own], LossTokens(layout.mask[own], layout.owner[own], summed, mode)))
+        shares.append(aggregate_loss(values[own], LossTokens(layout.mask[own], layout.owner[own], summed, mode)))
     close(sum(shares), whole)
 
 
@@ -65,7 +65,7 @@ def test_ranks_add_up_with_summed_denominators(mode, make_layout, close):
 def test_nothing_to_train_on_is_zero_with_zero_gradient(mode):
     values = torch.full((3,), float("-inf"), requires_grad=True)
     mask, owner = torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
-    loss = aggregate(values, LossTokens(mask, owner, aggregation_denominators(mask, owner, 1, norm=NORM), mode))
+    loss = aggregate_loss(values, LossTokens(mask, owner, aggregation_denominators(mask, owner, 1, norm=NORM), mode))
     loss.backward()
     assert loss.item() == 0 and values.grad.tolist() == [0, 0, 0]
 
@@ -73,6 +73,6 @@ def test_nothing_to_train_on_is_zero_with_zero_gradient(mode):
 def test_refusals_and_unchanged_inputs(make_layout, unchanged):
     layout = make_layout(0)
     with pytest.raises(ValueError, match="needs denominators with a norm"):
-        aggregate(layout.normal(0), layout.tokens("sequence_mean_token_sum_norm"))
-    unchanged(aggregate, layout.normal(0), layout.tokens("sequence_mean_token_mean"))
+        aggregate_loss(layout.normal(0), layout.tokens("sequence_mean_token_sum_norm"))
+    unchanged(aggregate_loss, layout.normal(0), layout.tokens("sequence_mean_token_mean"))
     unchanged(aggregation_denominators, layout.mask, layout.owner, layout.num_owners)

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.algorithms.advantages import (
-    best_of_k,
     discounted_returns,
-    group_relative,
-    length_weighted,
-    less_baseline,
-    normalised_in_groups,
+    group_relative_advantages,
+    length_weighted_advantages,
+    normalise_in_groups,
     optimal_token_baseline,
     overlong_penalty,
-    rescaled_by_variance,
+    pass_at_k_advantages,
+    rescale_by_informative_groups,
     score_energy,
+    subtract_baseline,
     teacher_advantages,
-    whitened_unless_equal,
+    whiten_unless_equal,
 )
 from quartet.algorithms.segments import masked_owner, masked_whiten
 
@@ -58,7 +58,7 @@ def test_less_baseline_matches_a_loop(make_layout, close):
     for n in range(layout.num_owners):
         for t in layout.tokens_of(n):
             expected[t] = returns[t] - baseline[n]
-    close(less_baseline(layout.poisoned(returns, NAN), baseline, layout.acting), expected)
+    close(subtract_baseline(layout.poisoned(returns, NAN), baseline, layout.acting), expected)
 
 
 def test_teacher_advantages_by_hand():
@@ -96,7 +96,9 @@ def test_length_weighted_matches_a_loop(sizes, seed, offset):
     for n in range(len(group)):
         members = [m for m in range(len(group)) if group[m] == group[n]]
         expected[n] = scores[n] - sum(lengths[m] * scores[m] for m in members) / sum(lengths[m] for m in members)
-    torch.testing.assert_close(length_weighted(scores + offset, lengths, group), expected, atol=1e-7, rtol=1e-9)
+    torch.testing.assert_close(
+        length_weighted_advantages(scores + offset, lengths, group), expected, atol=1e-7, rtol=1e-9
+    )
 
 
 # Rescaled groups -----------------------------------------------------------------------------------------
@@ -106,8 +108,8 @@ def test_rescaling_by_hand(close):
     """Five of nine responses are in groups with variance: the mean of all is that of these five."""
     group = torch.tensor([4, 4, 7, 7, 7, 2, 2, 9, 9])
     scores = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.1, 0.1, 3.0, 3.0], dtype=torch.float64)
-    plain = group_relative(scores, group, normalise_std=False)
-    found = rescaled_by_variance(plain, group, scores)
+    plain = group_relative_advantages(scores, group, normalise_std=False)
+    found = rescale_by_informative_groups(plain, group, scores)
     close(found, plain * 9 / 5)
     assert torch.all(found[5:] == 0)
     # The same gradient as a mean over the varying groups alone.
@@ -121,7 +123,9 @@ def test_rescaling_by_hand(close):
 def whitened(scores, group, layout_owner, mask):
     labels = torch.unique(group, return_inverse=True)[1]
     equal = torch.tensor([len(set(scores[labels == g].tolist())) == 1 for g in range(int(labels.max()) + 1)])
-    return whitened_unless_equal(group_relative(scores, group, False), equal[labels], masked_owner(layout_owner, mask))
+    return whiten_unless_equal(
+        group_relative_advantages(scores, group, False), equal[labels], masked_owner(layout_owner, mask)
+    )
 
 
 def test_whitened_groups_match_a_loop_and_equal_ones_stay_exactly_zero(close):
@@ -151,15 +155,15 @@ def test_the_mean_alone_by_hand():
 def test_the_batchs_deviation_by_hand():
     # Deviations from the groups' means -1, 1, -2, 2; that of 1, 3, 2, 6 around 3 is sqrt((4 + 0 + 1 + 9) / 3).
     scores, group = torch.tensor([1.0, 3.0, 2.0, 6.0]), torch.tensor([4, 4, 9, 9])
-    found = group_relative(scores, group, "batch")
+    found = group_relative_advantages(scores, group, "batch")
     assert found.tolist() == pytest.approx([x / math.sqrt(14 / 3) for x in (-1, 1, -2, 2)], abs=1e-5)
-    assert group_relative(torch.tensor([0.1, 0.1, 2.0, 6.0]), group, "batch")[:2].tolist() == [0.0, 0.0]
+    assert group_relative_advantages(torch.tensor([0.1, 0.1, 2.0, 6.0]), group, "batch")[:2].tolist() == [0.0, 0.0]
 
 
 def test_sources_are_normalised_by_hand():
     # 1 and 3 around 2 with deviation sqrt(2); equal scores and one alone say nothing; NaN does not apply.
     scores, group = torch.tensor([1.0, 0.1, 3.0, NAN, 0.1, 5.0]), torch.tensor([2, 7, 2, 2, 7, 8])
-    found = normalised_in_groups(scores, group)
+    found = normalise_in_groups(scores, group)
     assert found[[0, 2]].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-5)
     assert found[[1, 4, 5]].tolist() == [0.0, 0.0, 0.0] and bool(found[3].isnan())
 
@@ -182,14 +186,14 @@ def test_pass_at_k_matches_every_choice_in_any_order(k, normalise, unchanged):
     generator = torch.Generator().manual_seed(k)
     group = torch.tensor([3] * 5 + [1] * 7 + [8] * 2 + [0] * 6)
     scores = torch.randint(0, 4, (20,), generator=generator).double() + torch.where(group == 0, 1e3, 0.0)
-    found = best_of_k(scores, group, k, normalise)
+    found = pass_at_k_advantages(scores, group, k, normalise)
     for g in (3, 1, 8, 0):
         expected = slow_best_of_k(scores[group == g].tolist(), k, normalise)
         assert found[group == g].tolist() == pytest.approx(expected, abs=1e-8)
     p = torch.randperm(20, generator=generator)
-    torch.testing.assert_close(best_of_k(scores[p], group[p], k, normalise), found[p])
-    unchanged(best_of_k, scores, group, k, normalise)
-    assert best_of_k(torch.full((3,), 0.1), torch.zeros(3), k, normalise).tolist() == [0.0] * 3
+    torch.testing.assert_close(pass_at_k_advantages(scores[p], group[p], k, normalise), found[p])
+    unchanged(pass_at_k_advantages, scores, group, k, normalise)
+    assert pass_at_k_advantages(torch.full((3,), 0.1), torch.zeros(3), k, normalise).tolist() == [0.0] * 3
 
 
 # Optimal token baseline ----------------------------------------------------------------------------------
@@ -229,14 +233,14 @@ def test_baselines_leave_inputs_unchanged_and_are_constants(make_layout, unchang
     group = torch.zeros(layout.num_owners, dtype=torch.int64)
     calls = [
         (discounted_returns, (values, layout.acting, 0.9)),
-        (less_baseline, (values, per_owner, layout.acting)),
+        (subtract_baseline, (values, per_owner, layout.acting)),
         (teacher_advantages, (values, values, layout.mask)),
-        (length_weighted, (per_owner, torch.ones(layout.num_owners), group)),
-        (rescaled_by_variance, (per_owner, group, torch.arange(layout.num_owners))),
-        (normalised_in_groups, (per_owner, group)),
-        (best_of_k, (per_owner, group, 2, True)),
+        (length_weighted_advantages, (per_owner, torch.ones(layout.num_owners), group)),
+        (rescale_by_informative_groups, (per_owner, group, torch.arange(layout.num_owners))),
+        (normalise_in_groups, (per_owner, group)),
+        (pass_at_k_advantages, (per_owner, group, 2, True)),
         (optimal_token_baseline, (values, values, group, layout.acting)),
-        (whitened_unless_equal, (per_owner, group > 0, layout.acting)),
+        (whiten_unless_equal, (per_owner, group > 0, layout.acting)),
         (overlong_penalty, (torch.arange(4), 8, 4, 1.0)),
     ]
     for function, arguments in calls:

@@ -12,7 +12,7 @@ def importance_weights(*tokens, **options):
 
 
 def is_accepted(*tokens, **options):
-    return losses.is_accepted(SampledTokens(*tokens), **options)
+    return losses.within_ratio_limits(SampledTokens(*tokens), **options)
 
 
 def mean_weight(weights, *tokens, **options):

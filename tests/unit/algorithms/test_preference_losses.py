@@ -8,9 +8,9 @@ import torch
 
 from quartet.algorithms import preference
 from quartet.algorithms.preference import (
-    Pairs,
+    AnswerPairs,
     best_and_worst,
-    best_of_groups,
+    best_of_groups_mask,
     kto_loss,
     kto_reference_point,
     step_anchors,
@@ -20,7 +20,7 @@ NUM_PAIRS = 9
 
 
 def of_sides(loss):
-    return lambda chosen, rejected, num_pairs, **options: loss(Pairs(chosen, rejected, num_pairs), **options)
+    return lambda chosen, rejected, num_pairs, **options: loss(AnswerPairs(chosen, rejected, num_pairs), **options)
 
 
 aot_unpaired_loss = of_sides(preference.aot_unpaired_loss)
@@ -36,7 +36,7 @@ simpo_loss = of_sides(preference.simpo_loss)
 
 
 def pointwise_pair_loss(kind, *sides, beta):
-    return preference.pointwise_pair_loss(kind, Pairs(*sides), beta=beta)
+    return preference.pointwise_pair_loss(kind, AnswerPairs(*sides), beta=beta)
 
 
 def sigmoid(x):
@@ -192,7 +192,7 @@ def test_orpo_by_hand_and_at_its_ends():
     out = odds_ratio_loss(chosen, rejected, 1)
     assert float(out.loss) == pytest.approx(math.log(5 / 4))
     assert float(out.chosen_rewards_P) == pytest.approx(math.log(4))
-    assert float(preference.answer_nll(Pairs(chosen, rejected, 1))) == pytest.approx(-math.log(0.8))
+    assert float(preference.answer_nll(AnswerPairs(chosen, rejected, 1))) == pytest.approx(-math.log(0.8))
     # Certain and impossible answers give finite losses and gradients, in fp32 too.
     for dtype in (torch.float32, torch.float64):
         ends = torch.tensor([0.0, -1e-9, -200.0], dtype=dtype, requires_grad=True)
@@ -314,5 +314,5 @@ def test_choices_equal_their_plain_twin(seed, keep):
     scores = torch.randint(0, 4, (40,), generator=generator).double()
     groups = torch.randint(0, 9, (40,), generator=generator) * 7
     best, signs = slow_choice(scores.tolist(), groups.tolist(), keep)
-    assert set(best_of_groups(scores, groups, keep).nonzero().flatten().tolist()) == best
+    assert set(best_of_groups_mask(scores, groups, keep).nonzero().flatten().tolist()) == best
     assert best_and_worst(scores, groups).tolist() == signs

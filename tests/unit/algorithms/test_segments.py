@@ -24,9 +24,9 @@ def test_last_token_and_time_order(make_layout):
     layout = make_layout(5)
     owner = seg.masked_owner(layout.owner, layout.mask)
     expected_order = [t for n in range(layout.num_owners) for t in layout.tokens_of(n)]
-    assert seg.time_order(owner).tolist() == expected_order
+    assert seg.owned_positions(owner).tolist() == expected_order
     last = [max(layout.tokens_of(n), default=-1) for n in range(layout.num_owners)]
-    assert seg.last_token(owner, layout.num_owners).tolist() == last
+    assert seg.last_token_positions(owner, layout.num_owners).tolist() == last
 
 
 def test_segment_is_constant():

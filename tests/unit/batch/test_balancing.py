@@ -3,7 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.batch.partition import balanced, balanced_under, best_fit, largest_differencing, longest_first
+from quartet.batch.partition import (
+    balanced_partition,
+    balanced_partition_under_cap,
+    best_fit_decreasing,
+    greedy_partition,
+    karmarkar_karp,
+)
 
 COSTS = st.lists(st.one_of(st.integers(1, 100), st.integers(1, 5)), max_size=60)
 
@@ -32,7 +38,7 @@ def plain_karmarkar_karp(costs, num_parts):
 
 @given(COSTS, st.integers(1, 9))
 def test_every_item_is_in_one_part_and_none_is_empty_without_need(costs, num_parts):
-    for divide in (longest_first, largest_differencing, balanced):
+    for divide in (greedy_partition, karmarkar_karp, balanced_partition):
         parts = divide(costs, num_parts)
         assert len(parts) == num_parts and sorted(i for part in parts for i in part) == list(range(len(costs)))
         assert sum(map(bool, parts)) == min(num_parts, len(costs))
@@ -42,19 +48,19 @@ def test_every_item_is_in_one_part_and_none_is_empty_without_need(costs, num_par
 @given(COSTS, st.integers(1, 9))
 def test_no_dearer_than_longest_first_and_karmarkar_karp(costs, num_parts):
     plain = plain_karmarkar_karp(costs, num_parts)
-    dearest = max(totals(costs, balanced(costs, num_parts)))
+    dearest = max(totals(costs, balanced_partition(costs, num_parts)))
     assert dearest <= max(totals(costs, plain))
-    assert dearest <= max(totals(costs, longest_first(costs, num_parts)))
-    assert sorted(map(sorted, largest_differencing(costs, num_parts))) == sorted(map(sorted, plain))
+    assert dearest <= max(totals(costs, greedy_partition(costs, num_parts)))
+    assert sorted(map(sorted, karmarkar_karp(costs, num_parts))) == sorted(map(sorted, plain))
 
 
 def test_a_swap_makes_the_dearest_part_cheaper():
     costs = [3, 3, 2, 2, 2]
-    for divide in (longest_first, largest_differencing):
+    for divide in (greedy_partition, karmarkar_karp):
         assert max(totals(costs, divide(costs, 2))) == 7
-    assert totals(costs, balanced(costs, 2)) == [6, 6]
+    assert totals(costs, balanced_partition(costs, 2)) == [6, 6]
     # Not where the cap keeps the two dear ones apart.
-    parts = balanced_under(costs, 2, [5, 4, 1, 1, 1], 8)
+    parts = balanced_partition_under_cap(costs, 2, [5, 4, 1, 1, 1], 8)
     assert parts is not None and sorted(totals(costs, parts)) == [5, 7]
 
 
@@ -64,18 +70,18 @@ ITEMS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 400)), min_size=1,
 @given(ITEMS, st.integers(1, 12), st.integers(40, 120))
 def test_no_part_is_above_the_cap(items, num_parts, cap):
     sizes, costs = [size for size, _ in items], [cost for _, cost in items]
-    parts = balanced_under(costs, num_parts, sizes, cap)
+    parts = balanced_partition_under_cap(costs, num_parts, sizes, cap)
     allowed = [
         division
         for division in (
-            longest_first(sizes, num_parts),
-            longest_first(costs, num_parts),
+            greedy_partition(sizes, num_parts),
+            greedy_partition(costs, num_parts),
             plain_karmarkar_karp(costs, num_parts),
         )
         if max(totals(sizes, division)) <= cap
     ]
     if parts is None:
-        assert not allowed and len(best_fit(sizes, cap)) > num_parts
+        assert not allowed and len(best_fit_decreasing(sizes, cap)) > num_parts
         return
     assert len(parts) == num_parts and sorted(i for part in parts for i in part) == list(range(len(items)))
     assert max(totals(sizes, parts)) <= cap

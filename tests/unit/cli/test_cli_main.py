@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from quartet.cli import main as cli
-from quartet.cli.options import GROUPS, as_argument
+from quartet.cli.options import GROUPS, resume_argument
 from quartet.config import UserError
 from quartet.config.load import load_recipe
 from quartet.config.run import SupervisedRecipe
@@ -77,7 +77,7 @@ def test_the_value_of_resume_may_be_left_out(
     monkeypatch: pytest.MonkeyPatch, command: str, option: str | None, expected: object
 ) -> None:
     given: list[object] = []
-    monkeypatch.setattr(cli, "_run", lambda *arguments: given.append(as_argument(arguments[-1])))
+    monkeypatch.setattr(cli, "_run", lambda *arguments: given.append(resume_argument(arguments[-1])))
     monkeypatch.setattr(sys, "argv", ["quartet", command, *([option] if option else []), "a.yaml", "steps=9"])
     with pytest.raises(SystemExit) as stop:
         cli.main()

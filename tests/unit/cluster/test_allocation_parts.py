@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from quartet.cluster import torchrun
-from quartet.cluster.torchrun import LauncherRank, own_address, run_under_torchrun, without_torchrun
+from quartet.cluster.torchrun import TorchrunRank, own_address, run_under_torchrun, without_torchrun_variables
 from quartet.config.errors import UserError
-from quartet.processes import Keeper, beginning, descendants
+from quartet.processes import ProcessReaper, descendant_processes, process_start_time
 
 TORCHRUN = {
     "RANK": "5",
@@ -30,7 +30,7 @@ TORCHRUN = {
 
 
 def test_the_command_sees_nothing_of_torchrun() -> None:
-    assert without_torchrun({**TORCHRUN, "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1"}) == {
+    assert without_torchrun_variables({**TORCHRUN, "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1"}) == {
         "PATH": "/bin",
         "CUDA_VISIBLE_DEVICES": "0,1",
     }
@@ -55,20 +55,20 @@ def test_the_node_of_the_meeting_point_looks_towards_another(node: int) -> None:
 def test_processes_below_another_are_found_and_not_confused() -> None:
     code = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'input()'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as parent:
-        while not (found := descendants(parent.pid)):
+        while not (found := descendant_processes(parent.pid)):
             assert parent.poll() is None
         (child,) = found
-        assert found[child] == beginning(child) != beginning(os.getpid())
+        assert found[child] == process_start_time(child) != process_start_time(os.getpid())
         parent.communicate(b"\n")
-    assert beginning(child) == "", "it is gone"
+    assert process_start_time(child) == "", "it is gone"
 
 
 def test_without_ray_the_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torchrun, "die_with_parent", lambda number: None)
     with pytest.raises(UserError, match="needs Ray"):
-        run_under_torchrun(["true"], LauncherRank(0, 2, 0, 2, 0, 1))
-    assert run_under_torchrun(["true"], LauncherRank(1, 2, 1, 2, 0, 1)) == 2
+        run_under_torchrun(["true"], TorchrunRank(0, 2, 0, 2, 0, 1))
+    assert run_under_torchrun(["true"], TorchrunRank(1, 2, 1, 2, 0, 1)) == 2
 
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
@@ -77,7 +77,9 @@ def test_a_keeper_ends_what_is_left_however_its_owner_ends(how: str) -> None:
         try:
             owner = os.fork()
             if owner == 0:
-                keeper = Keeper({kept.pid: beginning(kept.pid), other.pid: "another beginning", 2**22 + 1: "0"})
+                keeper = ProcessReaper(
+                    {kept.pid: process_start_time(kept.pid), other.pid: "another beginning", 2**22 + 1: "0"}
+                )
                 if how == "closed":
                     keeper.close()
                 os.kill(os.getpid(), signal.SIGKILL)

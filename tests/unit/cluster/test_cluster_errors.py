@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from quartet.cluster import WorkerGroup
-from quartet.cluster.errors import Death, Failure, RankFailed, WorkerDied, WorkerError
+from quartet.cluster.errors import RankFailed, WorkerDeath, WorkerDied, WorkerError, WorkerFailure
 
 
-def failure(error: Exception) -> Failure:
+def failure(error: Exception) -> WorkerFailure:
     try:
         raise error
     except type(error) as raised:
-        return Failure.of(raised, group="actor", rank=2, pid=77, host="10.0.0.2", where="actor.update")
+        return WorkerFailure.of(raised, group="actor", rank=2, pid=77, host="10.0.0.2", where="actor.update")
 
 
 def test_a_death_says_who_died_and_of_what() -> None:
-    death = Death("actor", 2, 77, "10.0.0.2", "actor.update", "the socket closed")
+    death = WorkerDeath("actor", 2, 77, "10.0.0.2", "actor.update", "the socket closed")
     text = str(WorkerDied(death))
     assert "rank 2 of group 'actor' (pid 77 on 10.0.0.2) died; noticed by actor.update" in text
     assert text.endswith("reason: the socket closed")
@@ -41,7 +41,7 @@ def test_of_several_ranks_that_fail_the_cause_is_told_before_its_echoes(cause: i
 
 
 def test_a_sender_that_is_not_known_is_filled_in() -> None:
-    unknown = Failure("", -1, 5, "host", "call", "TypeError: no", "…")
+    unknown = WorkerFailure("", -1, 5, "host", "call", "TypeError: no", "…")
     with pytest.raises(WorkerError, match="raised in rank 3 of group 'critic'"):
         group().raise_for({3: unknown}, "critic.update")
     with pytest.raises(WorkerError, match="raised in rank 2 of group 'actor'"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from quartet.cluster import ResourcePool
-from quartet.cluster.resource_pool import Node, check_pool, refused
+from quartet.cluster.resource_pool import ClusterNode, check_pool, pool_busy_error
 from quartet.config.errors import UserError
 
 
-def cluster(*gpus: float) -> list[Node]:
-    return [Node(f"node {i}", {"CPU": 64.0, "GPU": n}, {"CPU": 64.0, "GPU": n}) for i, n in enumerate(gpus)]
+def cluster(*gpus: float) -> list[ClusterNode]:
+    return [ClusterNode(f"node {i}", {"CPU": 64.0, "GPU": n}) for i, n in enumerate(gpus)]
 
 
 def test_what_fits_is_granted() -> None:
@@ -29,7 +29,7 @@ def test_what_fits_is_granted() -> None:
         (ResourcePool([1], resources={"fast_disk": 1}), cluster(1)),
     ],
 )
-def test_what_can_never_fit_is_refused(pool: ResourcePool, nodes: list[Node]) -> None:
+def test_what_can_never_fit_is_refused(pool: ResourcePool, nodes: list[ClusterNode]) -> None:
     with pytest.raises(UserError) as caught:
         check_pool(pool, nodes)
     assert str(list(pool.processes)) in caught.value.problem
@@ -41,8 +41,8 @@ def test_the_numbers_of_what_is_missing_are_named() -> None:
     with pytest.raises(UserError) as caught:
         check_pool(ResourcePool([8], gpus=1), cluster(4))
     assert caught.value.found == "each process needs 1 CPU and 1 GPU; node 0 has 64 CPU and 4 GPU"
-    error = refused(ResourcePool([8]), [Node("node 0", {"CPU": 8.0}, {"CPU": 3.0})], 5)
-    assert "within 5 s" in error.problem and "3 CPU free of 8 CPU" in error.found
+    error = pool_busy_error(ResourcePool([8]), [ClusterNode("node 0", {"CPU": 8.0})], {"CPU": 3.0}, 5)
+    assert "within 5 s" in error.problem and "node 0 has 8 CPU; free in all: 3 CPU" in error.found
 
 
 @pytest.mark.parametrize("bad", [{"processes": []}, {"processes": [2, 0]}, {"gpus": -1.0}])

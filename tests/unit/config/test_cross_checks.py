@@ -10,12 +10,12 @@ import pytest
 from quartet.config.algorithms import AlgorithmConfig, kl_term, reads_reference
 from quartet.config.errors import UserError
 from quartet.config.load import dump_recipe, load_recipe
-from quartet.config.recipe import RLRecipe, without_effect
-from quartet.config.strict import members, tags
+from quartet.config.recipe import RLRecipe, unused_settings
+from quartet.config.strict import discriminator_values, union_members
 
 RL = ["actor.model.path=m", "data.path=d.jsonl", "responses_per_prompt=4"]
 ROLES = "actor, critic, reference, reward, rollout"
-NAMES = sorted(tags(members(AlgorithmConfig))[1])
+NAMES = sorted(discriminator_values(union_members(AlgorithmConfig))[1])
 
 
 def rl(*overrides: str) -> RLRecipe:
@@ -200,7 +200,7 @@ def test_losses_are_averaged_as_the_papers_do(name: str, aggregation: str) -> No
     ],
 )
 def test_what_does_nothing_is_remarked_on(overrides: list[str], warning: str) -> None:
-    (found,) = without_effect(rl(*overrides))
+    (found,) = unused_settings(rl(*overrides))
     assert warning in found
 
 
@@ -215,7 +215,7 @@ def test_what_does_nothing_is_remarked_on(overrides: list[str], warning: str) ->
     ],
 )
 def test_what_is_read_is_not_remarked_on(overrides: list[str]) -> None:
-    assert without_effect(rl(*overrides)) == []
+    assert unused_settings(rl(*overrides)) == []
 
 
 def test_who_reads_a_reference() -> None:

@@ -11,7 +11,7 @@ from quartet.config.errors import read_file
 from quartet.observe.files import RowAppender
 from quartet.train.checkpoint import begin_checkpoint
 from quartet.trainers.run import write_json
-from quartet.trainers.run_files import writing
+from quartet.trainers.run_files import naming_write_errors
 
 
 def test_a_row_that_the_disk_refuses(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_what_stands_in_the_way(tmp_path: Path) -> None:
         write_json(tmp_path / "file" / "run.json", {})
     with pytest.raises(UserError, match="could not be written"):
         begin_checkpoint(tmp_path / "file", 1)
-    with pytest.raises(UserError, match="No space left"), writing(tmp_path), open("/dev/full", "w") as full:
+    with pytest.raises(UserError, match="No space left"), naming_write_errors(tmp_path), open("/dev/full", "w") as full:
         full.write("x")
 
 

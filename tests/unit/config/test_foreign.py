@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.config.errors import as_score
+from quartet.config.errors import parse_score
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -38,7 +38,7 @@ LARGEST = float(np.finfo(np.float32).max)
     ],
 )
 def test_a_score_is_a_number_that_float32_holds(value: Any, expected: float | str) -> None:
-    found = as_score(value)
+    found = parse_score(value)
     assert found == expected and type(found) is type(expected)
     if isinstance(found, float):
         assert math.isfinite(float(torch.tensor(found)))

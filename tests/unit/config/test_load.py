@@ -13,7 +13,7 @@ import quartet
 from quartet.config.errors import UserError
 from quartet.config.load import dump_recipe, load_recipe
 from quartet.config.recipe import RLRecipe, SFTRecipe
-from quartet.config.yamls import dump_yaml, override_word, parse_yaml
+from quartet.config.yamls import dump_yaml, parse_yaml, shell_override
 
 SFT = ["model.path=m", "data.path=d.jsonl"]
 RL = ["actor.model.path=m", "data.path=d.jsonl"]
@@ -240,7 +240,7 @@ def test_recipe_round_trip(
 @given(st.text(min_size=1, max_size=12) | st.sampled_from(["12", "true", "null", "1e3", "a # b", "x: y", "[1", "'a"]))
 @settings(max_examples=100)
 def test_a_printed_override_is_read_as_the_text_it_was_made_of(text: str) -> None:
-    (word,) = shlex.split(override_word("model.path", text))
+    (word,) = shlex.split(shell_override("model.path", text))
     if "\0" not in text:
         assert load_recipe("sft", None, [*SFT, word]).model.path == text  # type: ignore[union-attr]
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from quartet.config.errors import UserError
-from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, check_devices, resolve
+from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, check_devices, resolve_placement
 
 PPO: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout")}
 GRPO: dict[str, Role] = {role: role for role in ("actor", "reward", "rollout")}
@@ -19,7 +19,7 @@ def read(**fragment: Any) -> PlacementConfig:
 
 
 def resolved(roles: dict[str, Role] = PPO, **fragment: Any) -> ResolvedPlacement:
-    return resolve(read(**fragment), roles)
+    return resolve_placement(read(**fragment), roles)
 
 
 def pools(**roles: list[str]) -> dict[str, Any]:

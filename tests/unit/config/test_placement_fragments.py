@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quartet.config.load import load_recipe
-from quartet.config.placement import resolve
+from quartet.config.placement import resolve_placement
 from quartet.config.recipe import RLRecipe
 
 ROOT = Path(__file__).parents[3] / "recipes"
@@ -21,7 +21,7 @@ def test_a_fragment_joins_a_recipe(path: Path) -> None:
     recipe = load_recipe("rl", ROOT / "rl-ppo.yaml", [f"@{path}"])
     assert isinstance(recipe, RLRecipe) and isinstance(plain, RLRecipe) and recipe.placement is not None
     assert recipe.placement.type == path.stem
-    assert resolve(recipe.placement, ROLES).pool_of.keys() == ROLES.keys()  # type: ignore[arg-type]
+    assert resolve_placement(recipe.placement, ROLES).pool_of.keys() == ROLES.keys()  # type: ignore[arg-type]
     assert recipe.actor == plain.actor and recipe.rewards == plain.rewards, "the rest of the recipe stays"
     assert recipe.algorithm.name == "ppo"
 

@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import quartet
 from quartet.cli import main as cli
 from quartet.cli.show import show_run
-from quartet.config.errors import _UNSAFE, UserError, printable
+from quartet.config.errors import _UNSAFE, UserError, escape_control
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.observe.progress import Progress
 
@@ -26,9 +26,9 @@ PLAIN = r"a\x1b[2Jb\x9b31mc\rd\u202ee\u2066f\x07g\ud800h\U000e0041i\u200bj\u2028
 
 
 def test_what_acts_is_written_out_and_the_rest_stays() -> None:
-    assert printable(HOSTILE) == PLAIN == printable(PLAIN)
+    assert escape_control(HOSTILE) == PLAIN == escape_control(PLAIN)
     for harmless in ("two\nlines\tand tabs", "größer → 数学 عربي", "👩\u200d👧 نمی\u200cخواهم", "a\u00adb"):
-        assert printable(harmless) == harmless
+        assert escape_control(harmless) == harmless
     directions = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
     acting = {
         character
@@ -49,7 +49,7 @@ def test_the_report_knows_the_same_characters() -> None:
 
 def test_errors_hold_no_foreign_escapes() -> None:
     error = UserError("a row is bad", found=HOSTILE, remedy="mend it")
-    assert PLAIN in str(error) and printable(str(error)) == str(error)
+    assert PLAIN in str(error) and escape_control(str(error)) == str(error)
     assert error.found == HOSTILE, "programs see what was found as it is"
 
 

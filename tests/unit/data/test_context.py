@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from quartet.config.errors import UserError
-from quartet.data.fields import Reading
+from quartet.data.fields import ReadOptions
 from quartet.data.formats import demonstrations, judgements, preferences, prompts
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.extras.process_rewards.data import step_labelled
 
 USER, YES, NO = ({"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "yes"), ("assistant", "no")))
 KIND, OWN = {"role": "system", "content": "kind"}, {"role": "system", "content": "own"}
 TOOL = {"type": "function", "function": {"name": "look"}}
-READING = Reading(system_prompt="kind")
+READING = ReadOptions(system_prompt="kind")
 
 
-def rows(value: dict[str, Any]) -> list[Row]:
-    return [Row(value, "f.jsonl", 1)]
+def rows(value: dict[str, Any]) -> list[DataRow]:
+    return [DataRow(value, "f.jsonl", 1)]
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quartet.config.errors import UserError
-from quartet.data.datasets import JudgedData, PreferenceData, PromptData, SFTData, TokenLimit, draw, draws
-from quartet.data.formats import Parsed
+from quartet.data.datasets import JudgedData, PreferenceData, PromptData, SFTData, TokenLimit, draw_batch, draw_row
+from quartet.data.formats import ParsedRows
 from quartet.text.examples import Conversation, Demonstration, Judgement, Preference, Prompt
 from quartet.text.tokenizer import TextCodec
 
@@ -29,19 +29,23 @@ def codec() -> TextCodec:
 
 @given(st.integers(0, 99), st.integers(0, 5), st.integers(1, 30))
 def test_an_epoch_is_a_permutation(seed: int, epoch: int, n: int) -> None:
-    drawn = [draw(seed, epoch * n + place, n) for place in range(n)]
+    drawn = [draw_row(seed, epoch * n + place, n) for place in range(n)]
     assert sorted(drawn) == [(row, epoch) for row in range(n)]
 
 
 def test_epochs_and_seeds_differ() -> None:
-    assert len({tuple(row for row, _ in draws(seed, epoch, 50, 50)) for seed in range(3) for epoch in range(3)}) == 9
+    assert (
+        len({tuple(row for row, _ in draw_batch(seed, epoch, 50, 50)) for seed in range(3) for epoch in range(3)}) == 9
+    )
 
 
 # Batches -----------------------------------------------------------------------------------------------
 
 
 def test_sft_batch(codec: TextCodec) -> None:
-    parsed: Parsed[Demonstration | Conversation] = Parsed((Demonstration("a b", "c"), Demonstration("d", "e f")))
+    parsed: ParsedRows[Demonstration | Conversation] = ParsedRows(
+        (Demonstration("a b", "c"), Demonstration("d", "e f"))
+    )
     data = SFTData.build(parsed, codec, TokenLimit(8))
     batch = data.select([1, 0])
     assert batch.token_ids(0) == [4, 5, 6, 0] and batch.token_ids(1) == [1, 2, 3, 0]
@@ -50,14 +54,14 @@ def test_sft_batch(codec: TextCodec) -> None:
 
 
 def test_ids_are_unique_even_when_a_batch_spans_epochs(codec: TextCodec) -> None:
-    data = SFTData.build(Parsed((Demonstration("a", "b"), Demonstration("c", "d"))), codec, TokenLimit(8))
+    data = SFTData.build(ParsedRows((Demonstration("a", "b"), Demonstration("c", "d"))), codec, TokenLimit(8))
     assert len(set(data.batch(0, 5, seed=0).ids)) == 5
     assert data.batch(3, 5, seed=0).ids == data.batch(3, 5, seed=0).ids
 
 
 def test_preference_batch(codec: TextCodec) -> None:
     data = PreferenceData.build(
-        Parsed((Preference("a b", "c", "d e", 0.5), Preference("f", "a", ""))), codec, TokenLimit(8)
+        ParsedRows((Preference("a b", "c", "d e", 0.5), Preference("f", "a", ""))), codec, TokenLimit(8)
     )
     batch = data.select([0, 1])
     assert [batch.token_ids(s) for s in range(4)] == [[1, 2, 3, 0], [1, 2, 4, 5, 0], [6, 1, 0], [6, 0]]
@@ -70,7 +74,7 @@ def test_preference_batch(codec: TextCodec) -> None:
 
 def test_prompt_items(codec: TextCodec) -> None:
     data = PromptData.build(
-        Parsed((Prompt("a b", {"answer": "1"}), Prompt("c", {"answer": "2"}))), codec, TokenLimit(8)
+        ParsedRows((Prompt("a b", {"answer": "1"}), Prompt("c", {"answer": "2"}))), codec, TokenLimit(8)
     )
     assert data.items[1].columns == {"answer": "2"} and data.seen == {1, 2, 3}
     assert [item.num_tokens for item in data] == [2, 1]
@@ -87,13 +91,13 @@ def test_too_long_is_an_error_or_counted(codec: TextCodec, kind: str) -> None:
     place = "f.jsonl:2"
     build = {
         "sft": lambda **k: SFTData.build(
-            Parsed((Demonstration("a", "b"), Demonstration("a", long, place))), codec, TokenLimit(5, **k)
+            ParsedRows((Demonstration("a", "b"), Demonstration("a", long, place))), codec, TokenLimit(5, **k)
         ),
         "preference": lambda **k: PreferenceData.build(
-            Parsed((Preference("a", "b", "c"), Preference("a", "b", long, place=place))), codec, TokenLimit(5, **k)
+            ParsedRows((Preference("a", "b", "c"), Preference("a", "b", long, place=place))), codec, TokenLimit(5, **k)
         ),
         "prompt": lambda **k: PromptData.build(
-            Parsed((Prompt("a"), Prompt(long, place=place))), codec, TokenLimit(4, **k)
+            ParsedRows((Prompt("a"), Prompt(long, place=place))), codec, TokenLimit(4, **k)
         ),
     }[kind]
     with pytest.raises(UserError, match="longer than allowed") as caught:
@@ -105,7 +109,7 @@ def test_too_long_is_an_error_or_counted(codec: TextCodec, kind: str) -> None:
 
 
 def test_exactly_the_limit_fits_and_nothing_left_is_an_error(codec: TextCodec) -> None:
-    parsed: Parsed[Demonstration | Conversation] = Parsed((Demonstration("a b", "c"),))
+    parsed: ParsedRows[Demonstration | Conversation] = ParsedRows((Demonstration("a b", "c"),))
     assert len(SFTData.build(parsed, codec, TokenLimit(4))) == 1
     with pytest.raises(UserError, match="every sequence"):
         SFTData.build(parsed, codec, TokenLimit(3, "skip"))
@@ -113,7 +117,9 @@ def test_exactly_the_limit_fits_and_nothing_left_is_an_error(codec: TextCodec) -
 
 def test_a_message_prompt_without_template_names_its_row(codec: TextCodec) -> None:
     with pytest.raises(UserError, match="no chat template") as caught:
-        PromptData.build(Parsed((Prompt([{"role": "user", "content": "a"}], place="f.jsonl:9"),)), codec, TokenLimit(8))
+        PromptData.build(
+            ParsedRows((Prompt([{"role": "user", "content": "a"}], place="f.jsonl:9"),)), codec, TokenLimit(8)
+        )
     assert "f.jsonl:9" in caught.value.found
 
 
@@ -123,12 +129,12 @@ def test_a_message_prompt_without_template_names_its_row(codec: TextCodec) -> No
 @pytest.mark.parametrize(
     "build",
     [
-        lambda codec: SFTData.build(Parsed((Demonstration("a", "b \ud83d", "f:2"),)), codec, TokenLimit(99)),
-        lambda codec: PromptData.build(Parsed((Prompt("a \ud83d", {}, "f:2"),)), codec, TokenLimit(99)),
+        lambda codec: SFTData.build(ParsedRows((Demonstration("a", "b \ud83d", "f:2"),)), codec, TokenLimit(99)),
+        lambda codec: PromptData.build(ParsedRows((Prompt("a \ud83d", {}, "f:2"),)), codec, TokenLimit(99)),
         lambda codec: PreferenceData.build(
-            Parsed((Preference("a", "b \ud83d", "c", None, "f:2"),)), codec, TokenLimit(99)
+            ParsedRows((Preference("a", "b \ud83d", "c", None, "f:2"),)), codec, TokenLimit(99)
         ),
-        lambda codec: JudgedData.build(Parsed((Judgement("a", "b \ud83d", True, "f:2"),)), codec, TokenLimit(99)),
+        lambda codec: JudgedData.build(ParsedRows((Judgement("a", "b \ud83d", True, "f:2"),)), codec, TokenLimit(99)),
     ],
     ids=["sft", "prompts", "preference", "judged"],
 )

@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 
 from quartet.config.errors import UserError
-from quartet.data.fields import Reading
+from quartet.data.fields import ReadOptions
 from quartet.data.formats import demonstrations, preferences, prompts
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.text.examples import Conversation, Demonstration, Preference, Prompt
 
 USER, YES, NO = ({"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "yes"), ("assistant", "no")))
 
 
-def rows(*values: dict[str, Any]) -> list[Row]:
-    return [Row(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
+def rows(*values: dict[str, Any]) -> list[DataRow]:
+    return [DataRow(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
 
 
 @pytest.mark.parametrize(
@@ -82,22 +82,22 @@ def test_a_final_answer_is_taken_off_a_prompt() -> None:
 
 def test_columns_are_mapped_and_the_others_kept() -> None:
     found = prompts(
-        rows({"question": "q", "answer": "4", "id": 7}), Reading({"prompt": "question", "solution": "answer"})
+        rows({"question": "q", "answer": "4", "id": 7}), ReadOptions({"prompt": "question", "solution": "answer"})
     )
     assert found.items == (Prompt("q", {"id": 7, "solution": "4"}, "f.jsonl:1"),)
     assert (
-        demonstrations(rows({"q": "a", "a": "b"}), Reading({"prompt": "q", "completion": "a"})).items[0].completion
+        demonstrations(rows({"q": "a", "a": "b"}), ReadOptions({"prompt": "q", "completion": "a"})).items[0].completion
         == "b"
     )
     swapped = preferences(
-        rows({"prompt": "p", "chosen": "a", "rejected": "b"}), Reading({"chosen": "rejected", "rejected": "chosen"})
+        rows({"prompt": "p", "chosen": "a", "rejected": "b"}), ReadOptions({"chosen": "rejected", "rejected": "chosen"})
     )
     assert (swapped.items[0].chosen, swapped.items[0].rejected) == ("b", "a")
 
 
 def test_a_value_inside_an_object_is_mapped_by_its_path() -> None:
     row = rows({"question": "q", "reward_model": {"ground_truth": "4"}})
-    found = prompts(row, Reading({"prompt": "question", "answer": "reward_model.ground_truth"}))
+    found = prompts(row, ReadOptions({"prompt": "question", "answer": "reward_model.ground_truth"}))
     assert found.items[0].columns["answer"] == "4"
 
 
@@ -154,5 +154,5 @@ def test_rows_that_stop_the_run(parse: Any, row: dict[str, Any], problem: str, f
 
 def test_a_mapping_to_a_column_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"did you mean 'question'") as caught:
-        prompts(rows({"question": "q"}), Reading({"prompt": "qestion"}))
+        prompts(rows({"question": "q"}), ReadOptions({"prompt": "qestion"}))
     assert "data.columns.prompt" in caught.value.problem

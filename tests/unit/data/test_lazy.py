@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerFast
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
 from quartet.data.datasets import Mixture
-from quartet.data.lazy import Chained, Spool
+from quartet.data.lazy import ConcatRows, TempFileRows
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.input_sources import (
     demonstration_reader,
+    load_prompts,
     pair_or_judgement_reader,
     pair_reader,
-    prompt_data,
     read_data,
 )
 
@@ -110,8 +110,8 @@ def test_batches_do_not_depend_on_what_was_checked_before(
 
 def test_prompts_keep_their_ids_and_weighted_sources_their_order(tmp_path: Path, codec: TextCodec) -> None:
     sources = [{"path": str(_jsonl(tmp_path)), "weight": 3}, {"path": str(_csv(tmp_path)), "weight": 1}]
-    whole = prompt_data(DataConfig(sources=sources), None, codec, 99, "data")
-    data = prompt_data(DataConfig(sources=sources, check_rows=5), None, codec, 99, "data")
+    whole = load_prompts(DataConfig(sources=sources), None, codec, 99, "data")
+    data = load_prompts(DataConfig(sources=sources, check_rows=5), None, codec, 99, "data")
     assert list(data) == list(whole) and data.order == whole.order and len(whole.hashes) == 26
     assert {item.prompt_id for item in data} == {f"{p}{n}" for p in ("p", "s1p") for n in range(NUM)}
     assert data.columns == whole.columns and len(data.unchecked) == 2 and len(data.warnings) == 4
@@ -230,11 +230,11 @@ def test_memory_holds_a_few_bytes_per_row(
 def test_a_spool_is_read_from_disk_and_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quartet.data.lazy._IN_MEMORY", 1000)
     rows = [{"n": n, "text": "ü" * (n % 50)} for n in range(200)]
-    spool = Spool(rows)
+    spool = TempFileRows(rows)
     assert spool._file is not None and spool._waiting, "a part is written, a part waits"
     assert list(spool) == rows and spool[-1] == rows[-1] and spool[3:190:7] == rows[3:190:7]
-    first, empty = Spool(rows[:5]), Spool[Any]()
-    both = Chained([spool, empty, first])
+    first, empty = TempFileRows(rows[:5]), TempFileRows[Any]()
+    both = ConcatRows([spool, empty, first])
     assert len(both) == 205 and [both[n] for n in (0, 199, 200, 204)] == [rows[n] for n in (0, 199, 0, 4)]
     with pytest.raises(IndexError, match="row 205 of 205"):
         _ = both[205]
@@ -244,5 +244,5 @@ def test_a_spool_is_read_from_disk_and_from_memory(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(UserError, match="temporary file") as raised:
-        Spool(rows)
+        TempFileRows(rows)
     assert "No space left" in raised.value.found and "TMPDIR" in raised.value.remedy

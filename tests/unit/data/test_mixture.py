@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.data.datasets import Mixture, draw, draws
+from quartet.data.datasets import Mixture, draw_batch, draw_row
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=4)
 
@@ -26,7 +26,7 @@ def source_of(mixture: Mixture, row: int) -> int:
 @given(mixtures(), st.integers(0, 99), st.integers(0, 4))
 def test_every_epoch_has_the_shares(mixture: Mixture, seed: int, epoch: int) -> None:
     num = len(mixture)
-    drawn = Counter(source_of(mixture, draw(seed, epoch * num + k, mixture)[0]) for k in range(num))
+    drawn = Counter(source_of(mixture, draw_row(seed, epoch * num + k, mixture)[0]) for k in range(num))
     assert tuple(drawn[s] for s in range(len(mixture.sizes))) == mixture.counts
     assert sum(mixture.counts) == num and min(mixture.counts) >= 1
     whole = sum(mixture.weights)
@@ -38,7 +38,7 @@ def test_every_epoch_has_the_shares(mixture: Mixture, seed: int, epoch: int) -> 
 @given(mixtures(), st.integers(0, 9))
 def test_a_source_is_gone_through_pass_after_pass(mixture: Mixture, seed: int) -> None:
     """After any number of epochs the rows of one source were used equally often, up to one, and no draw comes twice."""
-    drawn = [draw(seed, place, mixture) for place in range(5 * len(mixture))]
+    drawn = [draw_row(seed, place, mixture) for place in range(5 * len(mixture))]
     assert len(set(drawn)) == len(drawn)
     used = Counter(row for row, _ in drawn)
     for source in range(len(mixture.sizes)):
@@ -50,11 +50,11 @@ def test_a_source_is_gone_through_pass_after_pass(mixture: Mixture, seed: int) -
 def test_order_is_a_function_of_seed_and_step() -> None:
     mixture = Mixture((50, 30), (1.0, 3.0))
     assert mixture.counts == (20, 60)
-    steps = [draws(7, step, mixture, 16) for step in range(12)]
-    assert [draws(7, step, Mixture((50, 30), (1.0, 3.0)), 16) for step in reversed(range(12))] == steps[::-1]
+    steps = [draw_batch(7, step, mixture, 16) for step in range(12)]
+    assert [draw_batch(7, step, Mixture((50, 30), (1.0, 3.0)), 16) for step in reversed(range(12))] == steps[::-1]
     every = [drawn for step in steps for drawn in step]
-    assert every == [draw(7, place, mixture) for place in range(12 * 16)]
-    assert steps != [draws(8, step, mixture, 16) for step in range(12)]
+    assert every == [draw_row(7, place, mixture) for place in range(12 * 16)]
+    assert steps != [draw_batch(8, step, mixture, 16) for step in range(12)]
     sides = "".join("ab"[source_of(mixture, row)] for step in steps for row, _ in step)
     assert "ab" in sides[:40] and "ba" in sides[:40], "sources are mixed within an epoch"
     passes = [[row for row, number in every if row >= 50 and number == n] for n in (0, 1)]

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
 from quartet.data.datasets import JudgedData, PreferenceData, TokenLimit
-from quartet.data.fields import Reading
-from quartet.data.formats import Parsed, has_judgements, judgements, preferences
-from quartet.data.readers import Row, iter_rows
+from quartet.data.fields import ReadOptions
+from quartet.data.formats import ParsedRows, has_judgements, judgements, preferences
+from quartet.data.readers import DataRow, iter_rows
 from quartet.text.examples import Judgement, Preference
 from quartet.text.tokenizer import TextCodec
 
@@ -30,8 +30,8 @@ def codec() -> TextCodec:
     return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<e>"))
 
 
-def rows(*values: dict[str, Any]) -> list[Row]:
-    return [Row(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
+def rows(*values: dict[str, Any]) -> list[DataRow]:
+    return [DataRow(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
 
 
 def pair(chosen: str, rejected: str, **more: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_margins_from_a_csv_file(codec: TextCodec, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text("prompt,better,worse,margin\na,b,c,0.5\na,c,b,\na,d,b,-2e-1\n", encoding="utf-8")
     columns = {"chosen": "better", "rejected": "worse"}
-    parsed = preferences(list(iter_rows(DataConfig(path=str(path)))), Reading(columns))
+    parsed = preferences(list(iter_rows(DataConfig(path=str(path)))), ReadOptions(columns))
     data = PreferenceData.build(parsed, codec, TokenLimit(99))
     margins = data.select([0, 1, 2]).sequence["margin"].tolist()
     assert margins == pytest.approx([0.5, 0.5, 0.0, 0.0, -0.2, -0.2])
@@ -115,7 +115,7 @@ def test_which_kind_of_rows_there_are() -> None:
     judged = rows({"prompt": "a", "completion": "b", "label": True})
     assert has_judgements(judged) and not has_judgements(MIXED)
     assert has_judgements(
-        rows({"prompt": "a", "answer": "b", "good": 1}), Reading({"completion": "answer", "label": "good"})
+        rows({"prompt": "a", "answer": "b", "good": 1}), ReadOptions({"completion": "answer", "label": "good"})
     )
     assert not has_judgements(rows(pair("b", "c", completion="b", label=True)))
 
@@ -124,7 +124,9 @@ def test_which_kind_of_rows_there_are() -> None:
 
 
 def test_a_batch_of_judged_answers(codec: TextCodec) -> None:
-    data = JudgedData.build(Parsed((Judgement("a b", "c", True), Judgement("d", "e f", False))), codec, TokenLimit(8))
+    data = JudgedData.build(
+        ParsedRows((Judgement("a b", "c", True), Judgement("d", "e f", False))), codec, TokenLimit(8)
+    )
     batch = data.select([1, 0])
     assert batch.token_ids(0) == [4, 5, 6, 0] and batch.token_ids(1) == [1, 2, 3, 0]
     assert batch.sequence["chosen"].tolist() == [False, True] and batch.sequence["pair"].tolist() == [0, 1]
@@ -132,12 +134,12 @@ def test_a_batch_of_judged_answers(codec: TextCodec) -> None:
     assert batch.token["loss_mask"].tolist() == [False, True, True, True, False, False, True, True]
     assert len(set(data.batch(0, 5, seed=0).ids)) == 5
     with pytest.raises(UserError, match="longer than allowed"):
-        JudgedData.build(Parsed((Judgement("a b", "c", True),)), codec, TokenLimit(3))
+        JudgedData.build(ParsedRows((Judgement("a b", "c", True),)), codec, TokenLimit(3))
 
 
 def test_both_answers_of_a_pair_carry_loss_and_their_prompt_does_not(codec: TextCodec) -> None:
     data = PreferenceData.build(
-        Parsed((Preference("a b", "c", "d e"), Preference("f", "a", "b"))), codec, TokenLimit(8)
+        ParsedRows((Preference("a b", "c", "d e"), Preference("f", "a", "b"))), codec, TokenLimit(8)
     )
     batch = data.select([1, 0])
     assert batch.token["loss_mask"].tolist() == [False, *[True] * 4, False, False, *[True] * 5]
@@ -147,7 +149,7 @@ def test_both_answers_of_a_pair_carry_loss_and_their_prompt_does_not(codec: Text
 def test_answers_to_other_prompts(codec: TextCodec) -> None:
     """Rows 0 and 1 have the same prompt, so both take the answers of row 2; the last row takes those of the first."""
     texts = (("a", "b", "c"), ("a", "d", "e"), ("b b b", "c d e", "f"), ("c", "f", "a"))
-    data = PreferenceData.build(Parsed(tuple(Preference(*text) for text in texts)), codec, TokenLimit(7))
+    data = PreferenceData.build(ParsedRows(tuple(Preference(*text) for text in texts)), codec, TokenLimit(7))
     batch = data.mismatched([0, 1, 2, 3], ["w", "x", "y", "z"])
     assert [batch.token_ids(s) for s in range(8)] == [
         [1, 3, 4, 5, 0], [1, 6, 0],
@@ -157,6 +159,6 @@ def test_answers_to_other_prompts(codec: TextCodec) -> None:
     ]  # fmt: skip
     assert batch.ids[0] == "w/chosen" and batch.token["loss_mask"].sum() == 20
     # A long prompt leaves room for the beginning of a long answer only.
-    long = Parsed((Preference("a", "b c d e f", "c"), Preference("b b b b", "a", "c")))
+    long = ParsedRows((Preference("a", "b c d e f", "c"), Preference("b b b b", "a", "c")))
     cut = PreferenceData.build(long, codec, TokenLimit(7)).mismatched([1])
     assert cut.token_ids(0) == [2, 2, 2, 2, 2, 3, 4]

@@ -8,19 +8,19 @@ import pytest
 
 from quartet.config.errors import UserError
 from quartet.data.datasets import SFTData, TokenLimit
-from quartet.data.fields import Reading
+from quartet.data.fields import ReadOptions
 from quartet.data.formats import demonstrations, judgements, preferences, prompts
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.extras.process_rewards.data import step_labelled
 from quartet.extras.quickstart.tokenizer import build_tokenizer
-from quartet.text.examples import Document, Preference, Prompt, Tokenised
+from quartet.text.examples import Preference, Prompt, TextDocument, Tokenised
 from quartet.text.tokenizer import TextCodec
 
 PLACE = "f.jsonl:1"
 
 
-def rows(*values: dict[str, Any]) -> list[Row]:
-    return [Row(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
+def rows(*values: dict[str, Any]) -> list[DataRow]:
+    return [DataRow(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -31,7 +31,7 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def test_a_prompt_of_two_columns() -> None:
-    reading = Reading({"prompt": "instruction + input", "completion": "output"})
+    reading = ReadOptions({"prompt": "instruction + input", "completion": "output"})
     given = [{"instruction": "Add.", "input": text, "output": "3"} for text in ("1 + 2", "", None)]
     assert [row.prompt for row in demonstrations(rows(*given), reading).items] == ["Add.\n\n1 + 2", "Add.", "Add."]
     assert prompts(rows(given[0]), reading).items[0].prompt == "Add.\n\n1 + 2"
@@ -60,7 +60,7 @@ def test_the_columns_that_are_meant_are_told(row: dict[str, Any], keys: list[str
     assert caught.value.remedy == "rename the columns, or map them: " + " ".join(keys)
     told = [key.strip("'").removeprefix("data.columns.").split("=") for key in keys]
     if "unheard" not in row:
-        assert len(demonstrations(rows(row), Reading(dict(told))).items) == 1  # type: ignore[arg-type]
+        assert len(demonstrations(rows(row), ReadOptions(dict(told))).items) == 1  # type: ignore[arg-type]
 
 
 # HH-RLHF -------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def codec() -> TextCodec:
 
 def test_every_token_of_a_text_is_learned(codec: TextCodec) -> None:
     parsed = demonstrations(rows({"text": "1+2=3"}))
-    assert parsed.items == (Document("1+2=3", PLACE),)
+    assert parsed.items == (TextDocument("1+2=3", PLACE),)
     (item,) = SFTData.build(parsed, codec, TokenLimit(99)).items
     assert list(item.input_ids) == [*codec.encode_prompt("1+2=3"), codec.eos_id]
     assert item.loss_mask == (False, *[True] * (len(item.input_ids) - 1)), "nothing predicts the first"

@@ -18,10 +18,10 @@ from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
 from quartet.config import plugins
 from quartet.config.errors import UserError
 from quartet.config.recipe import EnvironmentConfig
-from quartet.envs.episode import EpisodeError, NoRoom, run_episode
+from quartet.envs.episode import ContextFull, EpisodeError, run_episode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult, environment_factory
 from quartet.envs.transcript import SOURCE as ENVIRONMENT
-from quartet.envs.transcript import Action, EpisodeLimits, Seen, Transcript
+from quartet.envs.transcript import Action, EpisodeLimits, ObservedState, Transcript
 from quartet.observe.global_state import EXCLUSIVE
 from quartet.text.tokenizer import TextCodec
 
@@ -68,11 +68,11 @@ async def played(make: EnvironmentFactory, generate: Any, codec: TextCodec, limi
     """An episode in text, and the tokens of its transcript."""
     transcript = Transcript(codec)
 
-    async def act(turn: int, seen: Seen) -> str:
+    async def act(turn: int, seen: ObservedState) -> str:
         transcript.see(seen)
         room = transcript.room(limits)
         if room < 1:
-            raise NoRoom(len(transcript.token_ids))
+            raise ContextFull(len(transcript.token_ids))
         return transcript.act(await generate(transcript.token_ids, turn, room))
 
     ending = await run_episode("0.0", make, ITEM, act, limits)
@@ -384,7 +384,7 @@ def test_an_environment_of_a_plug_in_has_a_name(target: Callable[[str], str], mo
     target("Good")
     monkeypatch.syspath_prepend(".")
     added = plugins.Plugin(environments={"good": "worlds:Good"})
-    monkeypatch.setattr(plugins, "plugins", lambda: (added,))
+    monkeypatch.setattr(plugins, "installed_plugins", lambda: (added,))
     assert environment_factory(EnvironmentConfig(type="good", options={"size": 3}))().size == 3  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="both set"):
         EnvironmentConfig(type="good", target="worlds:Good")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quartet.batch.trajectory import STEP_PREFIX, TrajectorySequence
 from quartet.envs.protocol import Observation
-from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, StateError, Transcript
+from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, ObservedState, StateError, Transcript
 from quartet.text.tokenizer import TextCodec
 
 IdsOf = Callable[[TextCodec, str], tuple[int, ...]]
@@ -22,7 +22,7 @@ STEPS = STEP_PREFIX + SOURCE
 
 def begun(codec: TextCodec, state: Any) -> Transcript:
     transcript = Transcript(codec)
-    transcript.see(Seen(Observation(state, rewrites=True)))
+    transcript.see(ObservedState(Observation(state, rewrites=True)))
     return transcript
 
 
@@ -52,7 +52,7 @@ def test_tokens_that_would_merge_across_the_boundary_stay_apart(plain: TextCodec
     transcript = begun(plain, "say he")
     sampled = ids_of(plain, "l l")
     assert transcript.act(action(sampled, reason="length")) == "ll"
-    transcript.see(Seen(Observation("o w")))
+    transcript.see(ObservedState(Observation("o w")))
     now = transcript.token_ids
     assert now[: len(now) - 2][-2:] == sampled
     assert now[-2:] == ids_of(plain, "o Ġw")
@@ -62,10 +62,10 @@ def test_tokens_that_would_merge_across_the_boundary_stay_apart(plain: TextCodec
 def test_a_space_is_not_put_before_an_observation(sentence_piece: TextCodec) -> None:
     transcript = begun(sentence_piece, "a cat")
     transcript.act(action(tuple(sentence_piece.encode_continuation("s")), reason="length"))
-    transcript.see(Seen(Observation("and")))
+    transcript.see(ObservedState(Observation("and")))
     assert sentence_piece.decode(transcript.token_ids) == "a catsand"
     transcript.act(action(tuple(sentence_piece.encode_continuation(" th")), reason="length"))
-    transcript.see(Seen(Observation(" a")))
+    transcript.see(ObservedState(Observation(" a")))
     assert sentence_piece.decode(transcript.token_ids) == "a catsand th a"
     assert len(transcript.sequences()) == 1
 
@@ -74,7 +74,7 @@ def test_a_rewritten_state_begins_another_sequence(plain: TextCodec, ids_of: Ids
     transcript = begun(plain, "read this")
     first, second = ids_of(plain, "n o t e <|im_end|>"), ids_of(plain, "4 7")
     assert transcript.act(action(first, first=1.0)) == "note"
-    transcript.see(Seen(Observation("you wrote: note. now?", rewrites=True), 0.5))
+    transcript.see(ObservedState(Observation("you wrote: note. now?", rewrites=True), 0.5))
     assert transcript.act(action(second, reason="length", first=2.0)) == "47"
     transcript.earn(-1.0)
     one, two = transcript.sequences()
@@ -95,7 +95,7 @@ def test_an_end_of_text_that_was_sampled_is_not_written_twice(plain: TextCodec, 
     for sampled, state in ((ended, tail), (cut_off, tail), (ended, "ab" + tail), (cut_off, "ab" + tail)):
         transcript = begun(plain, "a")
         transcript.act(action(sampled))
-        transcript.see(Seen(Observation(state, rewrites=state.startswith("ab"))))
+        transcript.see(ObservedState(Observation(state, rewrites=state.startswith("ab"))))
         assert plain.decode(transcript.token_ids, skip_special=False) == f"ab{END}<|im_start|>u"
         assert transcript.token_ids[1 : 1 + len(sampled)] == sampled
 
@@ -103,7 +103,7 @@ def test_an_end_of_text_that_was_sampled_is_not_written_twice(plain: TextCodec, 
 def test_the_environment_does_not_see_the_stop_string_but_the_state_keeps_it(plain: TextCodec, ids_of: IdsOf) -> None:
     transcript = begun(plain, "q")
     assert transcript.act(action(ids_of(plain, "o k ; !"), reason="stop_string", text_end=2)) == "ok"
-    transcript.see(Seen(Observation(" next")))
+    transcript.see(ObservedState(Observation(" next")))
     transcript.act(action(ids_of(plain, "y"), reason="length"))
     (only,) = transcript.sequences()
     assert plain.decode(only.token_ids) == "ok;! nexty"
@@ -114,10 +114,10 @@ def test_an_observation_that_nothing_answers_is_left_out(plain: TextCodec, ids_o
     transcript = begun(plain, "a")
     assert transcript.sequences() == ()
     transcript.act(action(ids_of(plain, "b")))
-    transcript.see(Seen(Observation("too late")))
+    transcript.see(ObservedState(Observation("too late")))
     (only,) = transcript.sequences()
     assert only.token_ids == ids_of(plain, "b") and only.action_mask == (True,)
-    transcript.see(Seen(Observation("another state", rewrites=True)))
+    transcript.see(ObservedState(Observation("another state", rewrites=True)))
     assert transcript.sequences() == (only,), "a state in which nothing was done is no sequence"
 
 
@@ -125,9 +125,9 @@ def test_text_and_messages_do_not_mix(chat: TextCodec, ids_of: IdsOf) -> None:
     text = begun(chat, "a")
     text.act(action(ids_of(chat, "b")))
     with pytest.raises(StateError, match="observation") as raised:
-        text.see(Seen(Observation([{"role": "user", "content": "c"}])))
+        text.see(ObservedState(Observation([{"role": "user", "content": "c"}])))
     assert "the state is text" in raised.value.found
-    text.see(Seen(Observation([{"role": "user", "content": "c"}], rewrites=True)))
+    text.see(ObservedState(Observation([{"role": "user", "content": "c"}], rewrites=True)))
     assert text.token_ids == tuple(chat.encode_prompt([{"role": "user", "content": "c"}]))
 
 
@@ -135,9 +135,9 @@ def test_room_is_what_the_sequence_and_all_of_them_leave(plain: TextCodec, ids_o
     transcript = begun(plain, "abc")
     assert transcript.room(EpisodeLimits(1, 10)) == 7 and transcript.room(EpisodeLimits(1, 10, max_tokens=4)) == 1
     transcript.act(action(ids_of(plain, "d e"), reason="length"))
-    transcript.see(Seen(Observation("f")))
+    transcript.see(ObservedState(Observation("f")))
     assert transcript.room(EpisodeLimits(1, 10)) == 4
-    transcript.see(Seen(Observation("vwxyz", rewrites=True)))
+    transcript.see(ObservedState(Observation("vwxyz", rewrites=True)))
     assert transcript.room(EpisodeLimits(1, 10)) == 5
     assert transcript.room(EpisodeLimits(1, 10, max_tokens=12)) == 2, "5 tokens ended, without what nothing answers"
 
@@ -157,7 +157,7 @@ def test_messages_extend_where_the_template_writes_what_was_sampled(chat: TextCo
         transcript = begun(chat, [USER])
         before = transcript.token_ids
         transcript.act(action(sampled))
-        transcript.see(Seen(Observation([{"role": "user", "content": "12"}])))
+        transcript.see(ObservedState(Observation([{"role": "user", "content": "12"}])))
         assert transcript.token_ids[: len(before) + len(sampled)] == (*before, *sampled)
         assert chat.decode(transcript.token_ids[len(before) + len(sampled) :], skip_special=False) == added
         transcript.act(action(ids_of(chat, "1")))
@@ -180,7 +180,7 @@ def test_messages_that_render_other_tokens_begin_another_sequence(
     held: TextCodec = request.getfixturevalue(codec)
     transcript = begun(held, [USER])
     transcript.act(action(ids_of(held, tokens)))
-    transcript.see(Seen(Observation([{"role": "user", "content": "12"}])))
+    transcript.see(ObservedState(Observation([{"role": "user", "content": "12"}])))
     transcript.act(action(ids_of(held, "1 <|im_end|>")))
     one, two = transcript.sequences()
     assert one.token_ids == ids_of(held, tokens), why
@@ -218,12 +218,12 @@ def test_any_text_episode(plain: TextCodec, ids_of: IdsOf, episode: Any) -> None
             conversations.append(conversation)
             # No extension of the one before, which has one question mark less in front.
             conversation = "?" * len(conversations) + text
-            transcript.see(Seen(Observation(conversation, rewrites=True), rewards[-1]))
+            transcript.see(ObservedState(Observation(conversation, rewrites=True), rewards[-1]))
             continue
         conversation += text
         before = transcript.token_ids
         after = Observation(text) if kind == "extends" else Observation(conversation, rewrites=True)
-        transcript.see(Seen(after, rewards[-1]))
+        transcript.see(ObservedState(after, rewards[-1]))
         assert transcript.token_ids[: len(before)] == before, "what stood there is not tokenised again"
     sequences = transcript.sequences()
     conversations.append(conversation)
@@ -252,7 +252,7 @@ def test_any_chat_episode_reads_what_the_template_writes(chat: TextCodec, ids_of
         sampled.append(token_ids)
         more = [{"role": "user", "content": text}]
         messages = more if kind == "rewrites" else [*messages, answer, *more]
-        transcript.see(Seen(Observation(more) if kind == "extends" else Observation(messages, rewrites=True)))
+        transcript.see(ObservedState(Observation(more) if kind == "extends" else Observation(messages, rewrites=True)))
         assert chat.decode(transcript.token_ids, skip_special=False) == chat.render(messages)
     sequences = transcript.sequences()
     assert actions_of(sequences, "token_ids") == [token for ids in sampled for token in ids]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quartet.models.loading import load_causal_lm, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.train.offload import MappedFiles, Offload
+from quartet.train.offload import MappedFileStore, Offload
 
 ROWS = (1, 2, 3, 5, 7, 13, 17, 40)
 """Few enough for products with a vector in any layer, or not divisible by the rows that a kernel takes at once."""
@@ -58,7 +58,7 @@ def test_few_rows_of_every_layer_have_one_result_wherever_its_weights_lay(
 def test_moved_parts_come_back_with_the_same_bits(build_architecture: Any, as_from_a_file: Any, tmp_path: Path) -> None:
     packed = PackedScalarModel(as_from_a_file(critic(build_architecture)))
     before = values_and_gradients(packed)
-    moves = Offload(packed, MappedFiles(tmp_path))
+    moves = Offload(packed, MappedFileStore(tmp_path))
     moves.offload()
     moves.onload()
     assert all(torch.equal(a, b) for a, b in zip(before, values_and_gradients(packed), strict=True))

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from quartet.config import UserError
 from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, scalar_model_from
-from quartet.text.loading import local_directory
+from quartet.text.loading import expand_local_path
 from quartet.trainers.input_sources import resolve_scalar_model
 
 Damage = Callable[[Path], Any]
@@ -226,4 +226,4 @@ def test_a_run_given_for_its_model_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a run without a model"):
         load_causal_lm(str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert local_directory(str(tmp_path), "model") == str(tmp_path / "model")
+    assert expand_local_path(str(tmp_path), "model") == str(tmp_path / "model")

@@ -21,7 +21,7 @@ from quartet.models.exact import (
     additive_mask,
     decode_attention,
     exact_masked_attention,
-    key_length,
+    padded_key_length,
 )
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
@@ -132,7 +132,7 @@ class Continued(ExactContext):
         self.stored = stored
         self.depths = depths
         self.size = size
-        self.num_keys = key_length(max(depths) + size + extra)
+        self.num_keys = padded_key_length(max(depths) + size + extra)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams) -> Tensor:
         num = len(self.depths)
@@ -196,12 +196,12 @@ def test_attention_of_real_head_sizes(size: int) -> None:
     """Single queries against those of a whole sequence, where products are long enough to be cut up."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 700, size, generator=generator) for heads in (4, 2, 2))
-    keys, values = (F.pad(x, (0, 0, 0, key_length(700) - 700)) for x in (k, v))
+    keys, values = (F.pad(x, (0, 0, 0, padded_key_length(700) - 700)) for x in (k, v))
     rules = (AttentionParams(size**-0.5), AttentionParams(size**-0.5, 300), AttentionParams(size**-0.5, None, 20.0))
     for rule in rules:
         whole = ExactPackedAttention([700]).attend(0, q, k, v, rule)
         for position in (0, 200, 256, 299, 450, 511, 512, 699):
-            for num_keys in (key_length(position + 1), key_length(700)):
+            for num_keys in (padded_key_length(position + 1), padded_key_length(700)):
                 mask = additive_mask(torch.tensor([[position]]), num_keys, rule, q.dtype).unsqueeze(1)
                 row = decode_attention(q[:, :, position], keys[:, :, :num_keys], values[:, :, :num_keys], mask, rule)
                 assert torch.equal(row, whole[:, :, position]), (rule, position, num_keys)
@@ -216,9 +216,9 @@ def test_a_processor_that_splits_shorter_sums(
     """Last blocks are then filled up sooner; the bits stay those of whole blocks."""
     packed = PackedCausalLM(build_architecture(name, max_position_embeddings=2048), numerics="exact")
     expected = alone(packed, texts)
-    monkeypatch.setattr(exact, "unsplit_keys", lambda: unsplit)
-    assert key_length(40) == (512 if unsplit == 0 else 64)
-    assert key_length(128) == 512
+    monkeypatch.setattr(exact, "max_keys_summed_at_once", lambda: unsplit)
+    assert padded_key_length(40) == (512 if unsplit == 0 else 64)
+    assert padded_key_length(128) == 512
     with torch.no_grad():
         assert all(torch.equal(a, b) for a, b in zip(run(packed, texts), expected, strict=True))
     check_exact(packed)
@@ -290,7 +290,7 @@ def planted_few_rows(monkeypatch: pytest.MonkeyPatch, packed: PackedCausalLM) ->
 
 
 def planted_keys(monkeypatch: pytest.MonkeyPatch, packed: PackedCausalLM) -> None:
-    monkeypatch.setattr(exact, "unsplit_keys", lambda: 512)
+    monkeypatch.setattr(exact, "max_keys_summed_at_once", lambda: 512)
 
 
 def planted_product(monkeypatch: pytest.MonkeyPatch, packed: PackedCausalLM) -> None:

@@ -18,14 +18,14 @@ from quartet.models.loading import (
     save_causal_lm,
     save_scalar_model,
     scalar_model_from,
-    seen_tokens,
+    seen_token_mask,
 )
 
 VOCAB = 61
 
 
 def _seen(*ids: int) -> torch.Tensor:
-    return seen_tokens(VOCAB, iter([torch.tensor(ids, dtype=torch.int64)]))
+    return seen_token_mask(VOCAB, iter([torch.tensor(ids, dtype=torch.int64)]))
 
 
 # Loading -------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_a_failed_save_leaves_the_model_as_it_was(tmp_path, make_model, make_tok
 
 
 def test_seen_tokens():
-    seen = seen_tokens(6, iter([torch.tensor([1, 1, 4]), torch.tensor([], dtype=torch.int64), torch.tensor([0])]))
+    seen = seen_token_mask(6, iter([torch.tensor([1, 1, 4]), torch.tensor([], dtype=torch.int64), torch.tensor([0])]))
     assert seen.tolist() == [True, True, False, False, True, False]
 
 

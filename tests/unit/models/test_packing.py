@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.packing import pack
-from quartet.train.forward import Needs, compute, forward_only
+from quartet.train.forward import ForwardNeeds, forward_only, forward_packed
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_values_land_on_the_right_stored_tokens(forked, make_twins, close):
     batch = RaggedBatch(
         **{**_fields(forked), "input_ids": torch.randint(61, (17,), generator=torch.Generator().manual_seed(1))}
     )
-    needs = Needs(logprobs=True, entropies=True, temperature=0.7)
+    needs = ForwardNeeds(logprobs=True, entropies=True, temperature=0.7)
     found = forward_only(twins.packed, batch, needs, token_budget=12, logprob_chunk=3)
     logprobs, entropies = torch.zeros(17), torch.zeros(17)
     for s in range(len(batch)):
@@ -140,9 +140,9 @@ def test_values_land_on_the_right_stored_tokens(forked, make_twins, close):
 def test_values_are_of_the_state_before_the_token(forked, make_scalar, close):
     """``values[t] = V(state before token t)``: the score of the sequence cut right before t."""
     twins = make_scalar("llama")
-    needs = Needs(values=True, scores=True)
+    needs = ForwardNeeds(values=True, scores=True)
     with torch.no_grad():
-        found = compute(twins.packed, forked, needs, logprob_chunk=1024)
+        found = forward_packed(twins.packed, forked, needs, logprob_chunk=1024)
         assert found.values is not None and found.scores is not None
 
         def score(ids: list[int]) -> torch.Tensor:

@@ -39,9 +39,9 @@ from quartet.config.common import TrainConfig
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM
-from quartet.models.packing_probe import check_decoding, model_context_length, probe
+from quartet.models.packing_probe import check_decoding, model_context_length, probe_packing
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 DENSE = dict(**SIZES, intermediate_size=48, num_key_value_heads=2, pad_token_id=None, eos_token_id=None)
@@ -100,7 +100,7 @@ def _usable(model: PreTrainedModel) -> bool:
 
 def test_proven_architectures_pass(architecture, make_model):
     packed = packed_causal_lm(make_model(architecture))
-    assert probe(packed) < 1e-5
+    assert probe_packing(packed) < 1e-5
     assert packed.shares_prefixes
     assert packed.warnings == ()
 
@@ -111,7 +111,7 @@ def test_others_that_pass(name):
     packed = packed_causal_lm(AutoModelForCausalLM.from_config(PASSING[name](), attn_implementation="sdpa").eval())
     assert name.lower() in type(packed.model).__name__.lower()
     assert packed.shares_prefixes
-    assert probe(packed) < 1e-5
+    assert probe_packing(packed) < 1e-5
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
@@ -284,7 +284,7 @@ def test_an_unshared_model_trains_right(share, make_model, close):
     """Where the probe says so, the engine copies the prompt to every response."""
     batch = RaggedBatch.from_groups([[3, 4, 5]], [[[6, 7], [8, 9, 10]]], ids=["a", "b"])
     batch = batch.with_token(loss_mask=torch.tensor([False] * 3 + [True] * 5))
-    needs = Needs(logprobs=True)
+    needs = ForwardNeeds(logprobs=True)
     broken = packed_causal_lm(_rotary_in_the_order_of_the_input(make_model("llama")))
     sound = packed_causal_lm(make_model("llama"))
     assert (broken.shares_prefixes, sound.shares_prefixes) == (False, True)
@@ -316,7 +316,7 @@ def test_a_forgotten_logit_cap_is_refused(make_model):
     packed = PackedCausalLM(make_model("gemma2"))
     packed._softcap = None
     with pytest.raises(UserError, match="logits differ"):
-        probe(packed)
+        probe_packing(packed)
 
 
 def test_a_factor_of_the_logits_is_taken_from_the_config(make_model):

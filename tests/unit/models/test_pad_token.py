@@ -30,12 +30,12 @@ from quartet.models.loading import (
     packed_scalar_model,
     save_scalar_model,
     scalar_model_from,
-    seen_tokens,
+    seen_token_mask,
     with_pad_token,
 )
 from quartet.models.packed_model import PackedScalarModel
-from quartet.text.loading import PAD_TOKEN, load_tokenizer, reads_the_same
-from quartet.train.forward import Needs, forward_only
+from quartet.text.loading import PAD_TOKEN, have_same_vocabulary, load_tokenizer
+from quartet.train.forward import ForwardNeeds, forward_only
 
 VOCAB = 61
 TEXTS = ["t7 t8 t9 t1", "t7 t8 t1 t1", "t10 t11 t12 t13 t14 t15 t16 t17", "t3", "t6 t0", "t5 what t8 ever", "t9 t2"]
@@ -43,7 +43,7 @@ TEXTS = ["t7 t8 t9 t1", "t7 t8 t1 t1", "t10 t11 t12 t13 t14 t15 t16 t17", "t3", 
 
 
 def _seen(*ids: int) -> Tensor:
-    return seen_tokens(VOCAB, iter([torch.tensor(ids, dtype=torch.int64)]))
+    return seen_token_mask(VOCAB, iter([torch.tensor(ids, dtype=torch.int64)]))
 
 
 def _packed(model: PreTrainedModel) -> PackedScalarModel:
@@ -55,7 +55,7 @@ def _packed(model: PreTrainedModel) -> PackedScalarModel:
 
 def _ours(packed: PackedScalarModel, tokenizer: Any, texts: list[str]) -> Tensor:
     batch = RaggedBatch.from_sequences([tokenizer(text)["input_ids"] for text in texts])
-    return forward_only(packed, batch, Needs(scores=True), 64).sequence["scores"]
+    return forward_only(packed, batch, ForwardNeeds(scores=True), 64).sequence["scores"]
 
 
 def _plain(path: Path, texts: list[str], side: str) -> Tensor:
@@ -123,7 +123,7 @@ def test_families_with_an_added_row(family, tmp_path, make_model, make_tokenizer
     # It goes on as it is: the next run adds nothing.
     again, its_own = packed_scalar_model(load_scalar_model(str(tmp_path))), load_tokenizer(tmp_path)
     assert again.model.get_input_embeddings().weight.shape[0] == VOCAB + 1
-    assert reads_the_same(its_own, tokenizer), "its rewards are computed on the policy's own tokens"
+    assert have_same_vocabulary(its_own, tokenizer), "its rewards are computed on the policy's own tokens"
     assert save_scalar_model(again, its_own, tmp_path / "again", seen=_seen(1)) is None
     assert torch.equal(_ours(again, its_own, TEXTS), _ours(packed, tokenizer, TEXTS))
 
@@ -191,7 +191,9 @@ def test_reward_models_of_the_story_model(realdata: Path, tmp_path: Path, close:
         path = tmp_path / f"saved, {name}"
         save_scalar_model(packed, tokenizer, path, seen=torch.zeros(512, dtype=torch.bool), eos_ids={1, 2})
         ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-        scores = forward_only(packed, RaggedBatch.from_sequences(ids), Needs(scores=True), 512).sequence["scores"]
+        scores = forward_only(packed, RaggedBatch.from_sequences(ids), ForwardNeeds(scores=True), 512).sequence[
+            "scores"
+        ]
         saved = AutoTokenizer.from_pretrained(path)
         assert saved.pad_token == PAD_TOKEN
         ended = [text + "</s>" for text in texts]

@@ -25,7 +25,13 @@ from quartet.config.common import LoRAConfig
 from quartet.models import directories
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM
-from quartet.models.packing_probe import MAX_PARAMETERS, check_decoding, model_context_length, probe, tiny_random_model
+from quartet.models.packing_probe import (
+    MAX_PARAMETERS,
+    check_decoding,
+    model_context_length,
+    probe_packing,
+    tiny_random_model,
+)
 
 
 def _others(name: str) -> PreTrainedModel:
@@ -35,7 +41,7 @@ def _others(name: str) -> PreTrainedModel:
 
 
 def on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    return directories.on_meta([model])[0]
+    return directories.copy_to_meta([model])[0]
 
 
 def _facts(packed: PackedCausalLM) -> tuple[Any, ...]:
@@ -53,7 +59,7 @@ def test_proven_architectures(architecture, make_model):
     model = make_model(architecture)
     twin, empty = tiny_random_model(model), on_meta(model)
     small = packed_causal_lm(twin)
-    assert probe(small) < 1e-5 and check_decoding(small) < 1e-5
+    assert probe_packing(small) < 1e-5 and check_decoding(small) < 1e-5
     assert _facts(packed_causal_lm(empty)) == _facts(packed_causal_lm(model))
     assert {t.device.type for t in (*empty.parameters(), *empty.buffers())} == {"meta"}
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quartet.models import logprobs as logprobs_module
-from quartet.models.logprobs import LogprobRule, token_logprobs
+from quartet.models.logprobs import LogprobOptions, token_logprobs
 
 ROWS = 23
 
@@ -81,7 +81,7 @@ def test_backward_by_finite_differences(temperature, scale, softcap, entropy):
         for shape in ((7, 5), (11, 5), (11,))
     )
     labels = torch.tensor([0, 10, 3, 3, 5, 1, 9])
-    rule = LogprobRule(torch.float64, temperature, scale, softcap, chunk=3, entropy=entropy)
+    rule = LogprobOptions(torch.float64, temperature, scale, softcap, chunk=3, entropy=entropy)
 
     def run(hidden, weight, bias):
         logprobs, entropies = token_logprobs(hidden, weight, bias, labels, rule)
@@ -176,7 +176,7 @@ def test_log_probabilities_are_those_of_the_logits_bit_for_bit(
 def test_blocks_change_no_bit(softcap, rows, monkeypatch):
     hidden, labels = rows
     weight = torch.randn(61, 32, generator=torch.Generator().manual_seed(1))
-    rule = LogprobRule(torch.float32, 0.7, softcap=softcap, entropy=True)
+    rule = LogprobOptions(torch.float32, 0.7, softcap=softcap, entropy=True)
     found = []
     for size in (1, 7 * 61 * 4, 1 << 20):
         monkeypatch.setattr(logprobs_module, "_BLOCK_BYTES", {"cpu": size})
@@ -201,7 +201,7 @@ def test_a_token_that_cannot_be_drawn_is_as_one_that_is_not_there(dtype: torch.d
     hidden, weight = (torch.randn(n, 8, dtype=stored, generator=generator) for n in (6, 5))
     labels, kept = torch.tensor([0, 1, 2, 4, 0, 1]), [0, 1, 2, 4]
     bias = torch.tensor([0.0, 0.3, -0.2, float("-inf"), 0.1], dtype=stored)
-    rule = LogprobRule(dtype, temperature=0.7, entropy=True, entropy_grad=True)
+    rule = LogprobOptions(dtype, temperature=0.7, entropy=True, entropy_grad=True)
     factors = torch.arange(6, dtype=stored)
 
     def run(rows: list[int], own_labels: Tensor) -> list[Tensor]:

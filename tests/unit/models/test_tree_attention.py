@@ -18,7 +18,7 @@ from quartet.models.attention import (
     SegmentTree,
     masked_attention,
     tree_attention,
-    visible,
+    visibility_mask,
 )
 
 # A root (6) with a leaf (2), an only child behind its parent (3, 1), a fork (4) of three leaves (2, 2, 5); a lone root.
@@ -46,7 +46,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, length
             rows = [*range(starts[segment], starts[segment] + lengths[segment]), *rows]
             segment = parents[segment]
         positions = torch.arange(len(rows))
-        mask = visible(positions[-length:], positions, rule)
+        mask = visibility_mask(positions[-length:], positions, rule)
         out.append(masked_attention(q[:, :, rows[-length:]], k[:, :, rows], v[:, :, rows], mask, rule))
     return torch.cat(out, dim=2)
 

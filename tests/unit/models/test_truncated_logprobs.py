@@ -10,15 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.models.logprobs import Limits, LogprobRule, token_logprobs
+from quartet.models.logprobs import LogprobOptions, SamplingLimits, token_logprobs
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.sampler import SamplingRows, sample
 
-LIMITS = [Limits(1.0, 3, 0.0), Limits(0.7, 0, 0.0), Limits(1.0, 0, 0.2), Limits(0.9, 5, 0.05), Limits(1e-6, 0, 0.0)]
+LIMITS = [
+    SamplingLimits(1.0, 3, 0.0),
+    SamplingLimits(0.7, 0, 0.0),
+    SamplingLimits(1.0, 0, 0.2),
+    SamplingLimits(0.9, 5, 0.05),
+    SamplingLimits(1e-6, 0, 0.0),
+]
 ROWS, HIDDEN, VOCAB = 7, 5, 11
 
 
-def kept(row: list[float], limits: Limits) -> list[int]:
+def kept(row: list[float], limits: SamplingLimits) -> list[int]:
     """Token ids that stay of one row of scaled logits: top-k, then top-p of the rest, then min-p."""
     weights = [math.exp(value - max(row)) for value in row]
     ranked = sorted(range(len(row)), key=lambda v: (-weights[v], v))[: limits.top_k or len(row)]
@@ -31,7 +37,7 @@ def kept(row: list[float], limits: Limits) -> list[int]:
     return [v for v in chosen if weights[v] >= limits.min_p]
 
 
-def reference(z: Tensor, labels: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+def reference(z: Tensor, labels: Tensor, limits: SamplingLimits) -> tuple[Tensor, Tensor]:
     """Of each row the label's log-probability among what stays, itself included, and the entropy of that."""
     found, entropies = [], []
     for row, label in zip(z, labels.tolist(), strict=True):
@@ -51,10 +57,10 @@ def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-def test_values_and_gradients_are_those_of_the_plain_reference(limits: Limits) -> None:
+def test_values_and_gradients_are_those_of_the_plain_reference(limits: SamplingLimits) -> None:
     """Labels are drawn at random, so many are among what the limits leave out: they stay beside what is kept."""
     hidden, weight, bias, labels = problem()
-    rule = LogprobRule(torch.float64, 0.7, 1.5, 4.0, 3, entropy=True, limits=limits)
+    rule = LogprobOptions(torch.float64, 0.7, 1.5, 4.0, 3, entropy=True, limits=limits)
     z = 4.0 * torch.tanh(1.5 * (hidden @ weight.T + bias) / 4.0) / 0.7
     found = token_logprobs(hidden, weight, bias, labels, rule)
     expected = reference(z, labels, limits)
@@ -73,7 +79,7 @@ def test_values_and_gradients_are_those_of_the_plain_reference(limits: Limits) -
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("vocab", [VOCAB, 1500])
-def test_the_sampler_reports_what_the_trainer_computes_to_the_bit(limits: Limits, vocab: int) -> None:
+def test_the_sampler_reports_what_the_trainer_computes_to_the_bit(limits: SamplingLimits, vocab: int) -> None:
     draw = torch.Generator().manual_seed(5)
     logits = 3 * torch.randn(9, vocab, generator=draw)
     options: dict[str, Any] = {**vars(limits), "temperature": 0.7}
@@ -81,8 +87,8 @@ def test_the_sampler_reports_what_the_trainer_computes_to_the_bit(limits: Limits
     rows = SamplingRows.build(asked, vocab, torch.device("cpu"))
     tokens, logprobs = sample(logits.clone(), rows, np.arange(9, dtype=np.uint64))
     # The head is the identity: the hidden rows are the logits.
-    own, _ = token_logprobs(logits, torch.eye(vocab), None, tokens, LogprobRule(torch.float32, 0.7, limits=limits))
-    whole, _ = token_logprobs(logits, torch.eye(vocab), None, tokens, LogprobRule(torch.float32, 0.7))
+    own, _ = token_logprobs(logits, torch.eye(vocab), None, tokens, LogprobOptions(torch.float32, 0.7, limits=limits))
+    whole, _ = token_logprobs(logits, torch.eye(vocab), None, tokens, LogprobOptions(torch.float32, 0.7))
     for i, params in enumerate(asked):
         assert logprobs[i] == (own if params.truncated_logprobs else whole)[i]
     assert not torch.equal(own, whole)

@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models.packed_model import PackedCausalLM
-from quartet.models.work import Work, attended_pairs
+from quartet.models.work import WorkTotals, attended_pairs
 from quartet.schedule.model_worker import ScoreWorker
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 from quartet.train.objectives import SFTObjective
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.token_budget import TokenBudget
@@ -51,7 +51,7 @@ def engine(packed: PackedCausalLM, mesh: Mesh | None = None, **config: Any) -> T
     return TrainEngine(packed, settings, total_steps=9, mesh=mesh)
 
 
-def taken(packed: PackedCausalLM) -> Work:
+def taken(packed: PackedCausalLM) -> WorkTotals:
     return packed.work.take(packed.device, packed.precision)
 
 
@@ -59,7 +59,7 @@ def test_a_pass_and_an_update_by_hand() -> None:
     assert attended_pairs(batch()) == PAIRS == 19
     packed = model()
     worker = ScoreWorker(packed, TokenBudget(64, "budget"))
-    worker.forward(batch(), Needs(logprobs=True))
+    worker.forward(batch(), ForwardNeeds(logprobs=True))
     found = worker.stats().work
     assert (found.computed_tokens, found.useful_tokens, found.flops) == (6, 6, FORWARD) and FORWARD == 75_744
     assert found.seconds > 0 and found.possible_flops is None and found.sent_bytes == 0
@@ -78,7 +78,7 @@ def test_frozen_weights_have_no_gradients_to_compute() -> None:
     assert taken(packed).flops == 2 * forward + PAIRS * PAIR + 6 * 2 * adapters
 
 
-def of_rank(shard: int) -> Work:
+def of_rank(shard: int) -> WorkTotals:
     packed = model()
     trained = engine(packed, Mesh.of(DataParallelGroup.of_world(), shard=shard))
     trained.train_step(batch(), SFTObjective())
@@ -90,16 +90,16 @@ def test_ranks_together_need_what_one_process_does() -> None:
     # Each rank sends its half. Layers are gathered twice and the rest once; all gradients are summed. Halves of
     # embedding and head have 16 rows each.
     halves = 4 * (3 * layers + 2 * (OUTSIDE + 2 * 16))
-    found = Work.joined(run_ranks(2, of_rank, 2))
+    found = WorkTotals.joined(run_ranks(2, of_rank, 2))
     assert (found.useful_tokens, found.flops, found.sent_bytes) == (6, 3 * FORWARD, halves)
     assert found.computed_tokens == 9  # a response each, with the prompt
 
 
 def test_metrics_of_a_step_by_hand() -> None:
     works = {
-        "actor": Work(90, 81, 6e12, 3.0, 24e12, 100, 7, 2),
-        "critic": Work(10, 9, 2e12, 4.0, None, 11, 5, 3),
-        "reference": Work(),
+        "actor": WorkTotals(90, 81, 6e12, 3.0, 24e12, 100, 7, 2),
+        "critic": WorkTotals(10, 9, 2e12, 4.0, None, 11, 5, 3),
+        "reference": WorkTotals(),
     }
     assert throughput(2.0, samples=8, tokens=40, devices=4, works=works) == {
         "throughput/samples_per_s": 4.0,

@@ -19,7 +19,7 @@ def test_a_runs_record_says_what_computed_it(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run", recipe):
         pass
     record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
-    assert record["processor"] == memory.processor()
+    assert record["processor"] == memory.describe_processor()
 
 
 def test_what_is_taken_is_held() -> None:

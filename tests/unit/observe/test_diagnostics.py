@@ -10,7 +10,7 @@ import pytest
 
 from quartet.observe.health import (
     NGRAM,
-    repetition,
+    measure_repetition,
     straggler_metrics,
     worker_table,
 )
@@ -29,7 +29,7 @@ def test_repetition_is_that_of_a_plain_loop(vocabulary: int) -> None:
     draw = random.Random(vocabulary)
     for length in [*range(12), 40, 90]:
         ids = [draw.randrange(vocabulary) for _ in range(length)]
-        assert repetition(ids) == pytest.approx(slow_repetition(ids)), ids
+        assert measure_repetition(ids) == pytest.approx(slow_repetition(ids)), ids
 
 
 def test_workers_are_noted_in_the_span_around_the_call(tmp_path: Path) -> None:

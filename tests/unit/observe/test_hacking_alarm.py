@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quartet.observe.health import HackingAlarm, fall_p, rise, student_t_tail
+from quartet.observe.health import HackingAlarm, drop_p_value, slope_and_p_value, student_t_tail
 
 PROMPTS, EVALUATIONS, STEPS_BETWEEN = 64, 12, 10
 Curve = Callable[[int], float]
@@ -176,19 +176,27 @@ def test_student_tails_by_integration(dof: int) -> None:
 
 def test_fall_by_hand() -> None:
     """Differences −1, 0, −1, 0, −1: mean −0.6, standard error sqrt(0.3 / 5), t = −2.449, four degrees of freedom."""
-    assert fall_p([-1, 0, -1, 0, -1]) == pytest.approx(max(student_t_tail(2.449490, 4), 1 / 8), rel=1e-5)
-    assert fall_p([-1.0] * 10) == 2.0**-10, "no variance at all: what ten equal signs can prove"
-    assert fall_p([-1.0] * 10, chance=1 / 3) == pytest.approx(3.0**-10)
-    assert fall_p([]) == 1 and fall_p([-1.0]) == 1 and fall_p([0.0, 0.0, 0.0]) == 1 and fall_p([0.1, 0.2]) == 1
+    assert drop_p_value([-1, 0, -1, 0, -1]) == pytest.approx(max(student_t_tail(2.449490, 4), 1 / 8), rel=1e-5)
+    assert drop_p_value([-1.0] * 10) == 2.0**-10, "no variance at all: what ten equal signs can prove"
+    assert drop_p_value([-1.0] * 10, chance=1 / 3) == pytest.approx(3.0**-10)
+    assert (
+        drop_p_value([]) == 1
+        and drop_p_value([-1.0]) == 1
+        and drop_p_value([0.0, 0.0, 0.0]) == 1
+        and drop_p_value([0.1, 0.2]) == 1
+    )
 
 
 def test_rise_by_hand() -> None:
     """y = 0, 1, 3 at 0, 1, 2: slope 1.5, residuals 1/6, −1/3, 1/6, error sqrt(1/6 / 2)."""
-    slope, p = rise([(0, 0.0), (1, 1.0), (2, 3.0)])
+    slope, p = slope_and_p_value([(0, 0.0), (1, 1.0), (2, 3.0)])
     assert slope == pytest.approx(1.5)
     assert p == pytest.approx(student_t_tail(1.5 / math.sqrt(1 / 12), 1), rel=1e-9)
-    assert rise([(0, 0.0), (1, 1.0)]) == (None, 1.0)
-    assert rise([(0, 1.0), (1, 1.0), (2, 1.0)])[1] == 1 and rise([(0, 3.0), (1, 2.0), (2, 0.5)])[1] == 1
+    assert slope_and_p_value([(0, 0.0), (1, 1.0)]) == (None, 1.0)
+    assert (
+        slope_and_p_value([(0, 1.0), (1, 1.0), (2, 1.0)])[1] == 1
+        and slope_and_p_value([(0, 3.0), (1, 2.0), (2, 0.5)])[1] == 1
+    )
 
 
 def test_the_best_evaluation_is_the_one_compared_with() -> None:

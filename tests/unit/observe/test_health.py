@@ -16,7 +16,7 @@ from quartet.config.recipe import SFTRecipe
 from quartet.extras.report.build import TELLING, ReportLimits, collect_run, telling
 from quartet.extras.report.watch import Watch
 from quartet.observe.callbacks import Callback
-from quartet.observe.health import CHECKS, Finding, examine
+from quartet.observe.health import CHECKS, HealthFinding, examine_health
 from quartet.observe.metrics import find_metric
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.run import RunDirectory
@@ -63,18 +63,18 @@ def rows(fault: Fault, begins: int, ends: int = 30, total: int = 30) -> list[dic
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_each_fault_is_found_by_its_check_alone_after_its_steps(check: Any) -> None:
-    health = examine(rows(FAULTS[check.name], begins=16))
+    health = examine_health(rows(FAULTS[check.name], begins=16))
     assert list(health.findings) == [check.name] == health.present
     found = health.findings[check.name]
     assert (found.since, found.until) == (15 + check.steps, 30)
-    assert examine(rows(FAULTS[check.name], begins=16, ends=14 + check.steps)).findings == {}, "one step too few"
+    assert examine_health(rows(FAULTS[check.name], begins=16, ends=14 + check.steps)).findings == {}, "one step too few"
     assert check.title in found.text and check.meaning in found.text and check.remedy in found.text
     assert all(name in found.text and find_metric(name) for name in check.needs)
     assert find_metric(f"health/{check.name}").name == "health/<check>"
 
 
 def test_a_healthy_run_has_no_findings_and_logs_nothing() -> None:
-    health = examine(rows(FAULTS["cut_off"], begins=99))
+    health = examine_health(rows(FAULTS["cut_off"], begins=99))
     assert health.findings == {} and health.metrics() == {}
 
 
@@ -91,7 +91,7 @@ def test_a_healthy_run_has_no_findings_and_logs_nothing() -> None:
     ],
 )
 def test_what_looks_alike_is_left_alone(fault: Fault, why: str) -> None:
-    assert examine(rows(fault, begins=1)).findings == {}, why
+    assert examine_health(rows(fault, begins=1)).findings == {}, why
 
 
 # Everywhere ------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Told(Callback):
         self.found: list[tuple[int, str]] = []
         self.logged: list[int] = []
 
-    def on_health(self, step: int, finding: Finding) -> None:
+    def on_health(self, step: int, finding: HealthFinding) -> None:
         self.found.append((step, finding.check.name))
 
     def on_log(self, step: int, metrics: Any) -> None:
@@ -150,14 +150,14 @@ def test_a_resumed_run_knows_what_it_said(tmp_path: Path) -> None:
 
 
 def test_curves_that_never_move_come_last_and_bad_ones_first() -> None:
-    health = examine(rows(FAULTS["no_variance"], begins=1))
+    health = examine_health(rows(FAULTS["no_variance"], begins=1))
     series = {name: [row[name] for row in rows(FAULTS["no_variance"], begins=1)] for name in healthy(1)}
     series["policy/clip_frac"] = [0.0] * 30
     order = [name for name in telling(series, health) if name in series]
     assert order[0] == "groups/zero_variance" and order[-1] == "policy/clip_frac"
     assert order.index("rollout/truncated_frac") < order.index("policy/approx_kl")
     few = {name: values[:3] for name, values in series.items()}
-    assert telling(few, examine([])) == list(TELLING), "three rows that are equal say nothing"
+    assert telling(few, examine_health([])) == list(TELLING), "three rows that are equal say nothing"
 
 
 # The public table ------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from quartet.config.errors import UserError
 from quartet.observe.rollouts import (
     RolloutRecord,
-    list_steps,
-    read_step,
+    list_rollout_steps,
+    read_rollout_step,
     rollout_rows,
     rollouts_path,
     truncate_rollouts_after,
-    write_step,
+    write_rollout_step,
 )
 
 RECORD = RolloutRecord(
@@ -43,9 +43,9 @@ RECORD = RolloutRecord(
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     plain = replace(RECORD, sequence_id="other", rewards={}, score=None, columns={}, trajectory_id="t1")
-    path = write_step(tmp_path / "rollouts", 12, [RECORD, plain])
+    path = write_rollout_step(tmp_path / "rollouts", 12, [RECORD, plain])
     assert path.name == "step_000012.jsonl.gz"
-    assert read_step(tmp_path / "rollouts", 12) == [RECORD, plain]
+    assert read_rollout_step(tmp_path / "rollouts", 12) == [RECORD, plain]
     assert RECORD.trajectory_id == "3-0-1"
 
 
@@ -53,20 +53,20 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 def test_any_text_and_any_float(tmp_path_factory: pytest.TempPathFactory, text: str, value: float) -> None:
     directory = tmp_path_factory.mktemp("store")
     record = replace(RECORD, response_text=text, response_tokens=[text] * 3, columns={"kl": [value] * 3})
-    write_step(directory, 0, [record])
-    assert read_step(directory, 0) == [record]
+    write_rollout_step(directory, 0, [record])
+    assert read_rollout_step(directory, 0) == [record]
 
 
 def test_truncation_removes_later_steps_and_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_file, written = os.replace, []
     monkeypatch.setattr(os, "replace", lambda *paths: (written.append(paths[0]), replace_file(*paths)))
     for step in (1, 2, 3, 1_000_000):
-        write_step(tmp_path, step, [RECORD])
+        write_rollout_step(tmp_path, step, [RECORD])
     assert len(set(written)) == 4
     for path in written:  # as if killed before the rename, of steps that are kept, too
         Path(path).write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
-    assert list_steps(tmp_path) == [1, 2, 3, 1_000_000]
+    assert list_rollout_steps(tmp_path) == [1, 2, 3, 1_000_000]
     assert truncate_rollouts_after(tmp_path, 2) == [3, 1_000_000]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "notes.txt",
@@ -74,17 +74,17 @@ def test_truncation_removes_later_steps_and_leftovers(tmp_path: Path, monkeypatc
         "step_000002.jsonl.gz",
     ]
     assert truncate_rollouts_after(tmp_path / "missing", 2) == []
-    assert list_steps(tmp_path / "missing") == []
+    assert list_rollout_steps(tmp_path / "missing") == []
 
 
 @pytest.mark.parametrize("keep", [0, 5, 40, -9, -1])
 def test_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
-    write_step(tmp_path, 1, [RECORD])
+    write_rollout_step(tmp_path, 1, [RECORD])
     path = rollouts_path(tmp_path, 1)
     data = path.read_bytes()
     path.write_bytes(data[:keep] or b"\x00")
     with pytest.raises(UserError, match="damaged") as caught:
-        read_step(tmp_path, 1)
+        read_rollout_step(tmp_path, 1)
     assert str(path) in caught.value.found
 
 
@@ -98,8 +98,8 @@ def test_lengths_must_agree(wrong: dict[str, object]) -> None:
 
 
 def test_equal_records_give_equal_bytes(tmp_path: Path) -> None:
-    first = write_step(tmp_path / "a", 1, [RECORD]).read_bytes()
-    second = write_step(tmp_path / "b", 1, [RECORD]).read_bytes()
+    first = write_rollout_step(tmp_path / "a", 1, [RECORD]).read_bytes()
+    second = write_rollout_step(tmp_path / "b", 1, [RECORD]).read_bytes()
     assert first == second
 
 
@@ -112,7 +112,7 @@ def test_rows_of_kept_rollouts(tmp_path: Path) -> None:
             columns,
         )  # fmt: skip
 
-    write_step(tmp_path, 7, [record(0), record(1), record(2)])
+    write_rollout_step(tmp_path, 7, [record(0), record(1), record(2)])
     rows = rollout_rows(tmp_path, 7, 2)
     assert len(rows) == 2
     assert rows[1] == {

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from quartet.observe import background, files
 from quartet.observe.files import RowAppender, read_rows, replace_atomically, truncate_after
-from quartet.observe.trackers import DeliveredTracker, JsonlTracker, Row, TensorBoardTracker, TrackedRun, read_metrics
+from quartet.observe.trackers import BackgroundTracker, JsonlTracker, Row, RunInfo, TensorBoardTracker, read_metrics
 
 
 def log_steps(path: Path, steps: int) -> None:
@@ -170,9 +170,9 @@ class Remote:
         self.closed.append(failed)
 
 
-def delivered(remote: Remote, path: Path, told: list[str], resumed_after: int = 0) -> DeliveredTracker:
-    run = TrackedRun("r", path, {}, resumed_after)
-    return DeliveredTracker("wandb", lambda known: remote, run, 0, told.append, told.append)
+def delivered(remote: Remote, path: Path, told: list[str], resumed_after: int = 0) -> BackgroundTracker:
+    run = RunInfo("r", path, {}, resumed_after)
+    return BackgroundTracker("wandb", lambda known: remote, run, 0, told.append, told.append)
 
 
 def test_an_outage_is_told_once_and_what_follows_it_is_logged(tmp_path: Path, told: list[str]) -> None:

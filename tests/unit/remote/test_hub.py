@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from hub_server import Hub
 from quartet.config import UserError
-from quartet.remote.hub import current_commit, fetch, pin, push
+from quartet.remote.hub import current_commit, download_model, pin_revision, upload_folder
 
 FILES = {
     "config.json": b"{}",
@@ -39,7 +39,7 @@ def names(directory: Path) -> set[str]:
 def refused(name: str) -> str:
     """The whole error of a model that cannot be had, as a traceback shows it."""
     with pytest.raises(UserError) as caught:
-        fetch(name)
+        download_model(name)
     return "".join(traceback.format_exception(caught.value))
 
 
@@ -49,29 +49,29 @@ def refused(name: str) -> str:
 def test_a_branch_a_tag_and_a_commit_are_fetched_without_what_nothing_reads(hub: Hub) -> None:
     old = hub.put("a/model", FILES | {"config.json": b'{"old": 1}'}, "v1")
     main = hub.branches["a/model"]["main"]
-    assert fetch("a/model").name == fetch("a/model@main").name == main
-    assert names(fetch("a/model")) == SHOWN
-    assert fetch("a/model@v1").name == fetch(f"a/model@{old}").name == old
-    assert (fetch("a/model@v1") / "config.json").read_bytes() == b'{"old": 1}'
+    assert download_model("a/model").name == download_model("a/model@main").name == main
+    assert names(download_model("a/model")) == SHOWN
+    assert download_model("a/model@v1").name == download_model(f"a/model@{old}").name == old
+    assert (download_model("a/model@v1") / "config.json").read_bytes() == b'{"old": 1}'
 
 
 def test_a_tokenizer_comes_without_weights_which_a_model_then_adds(hub: Hub) -> None:
-    assert names(fetch("a/model", weights=False)) == SHOWN - {"model.safetensors"}
-    assert names(fetch("a/model")) == SHOWN
+    assert names(download_model("a/model", weights=False)) == SHOWN - {"model.safetensors"}
+    assert names(download_model("a/model")) == SHOWN
 
 
 def test_pickled_weights_come_where_there_are_no_others(hub: Hub) -> None:
     hub.put("a/old", {"config.json": b"{}", "pytorch_model.bin": b"w", "optimizer.bin": b"o"})
     hub.put("a/both", FILES | {"pytorch_model.bin": b"w"})
-    assert names(fetch("a/old")) == {"config.json", "pytorch_model.bin"}
-    assert names(fetch("a/both")) == SHOWN
+    assert names(download_model("a/old")) == {"config.json", "pytorch_model.bin"}
+    assert names(download_model("a/both")) == SHOWN
 
 
 def test_a_commit_that_is_there_is_not_asked_for_again(hub: Hub) -> None:
-    name, remark = pin("a/model")
+    name, remark = pin_revision("a/model")
     assert name == f"a/model@{hub.branches['a/model']['main']}" and remark is None
     hub.asked.clear()
-    assert fetch(name) == fetch(name) and pin(name) == (name, None)
+    assert download_model(name) == download_model(name) and pin_revision(name) == (name, None)
     assert not hub.asked
 
 
@@ -109,13 +109,13 @@ def test_a_download_that_broke_off_is_completed(hub: Hub) -> None:
     partial = Path(constants.HF_HUB_CACHE) / "models--a--model" / "snapshots" / commit
     assert "model.safetensors" not in names(partial)
     hub.refusal = None
-    assert names(fetch(f"a/model@{commit}")) == SHOWN
+    assert names(download_model(f"a/model@{commit}")) == SHOWN
 
 
 def test_a_hub_that_does_not_answer_leaves_what_the_cache_has_and_it_is_told(hub: Hub) -> None:
-    found = fetch("a/model")
+    found = download_model("a/model")
     hub.refusal = (503, "", "maintenance")
-    name, remark = pin("a/model")
+    name, remark = pin_revision("a/model")
     assert (
         name == f"a/model@{found.name}" and remark is not None and found.name[:12] in remark and "no answer" in remark
     )
@@ -123,11 +123,11 @@ def test_a_hub_that_does_not_answer_leaves_what_the_cache_has_and_it_is_told(hub
 
 
 def test_offline_the_cache_is_used_and_what_it_lacks_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fetch("a/model")
+    found = download_model("a/model")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.asked.clear()
-    assert fetch("a/model") == found
-    assert "HF_HUB_OFFLINE" in str(pin("a/model")[1])
+    assert download_model("a/model") == found
+    assert "HF_HUB_OFFLINE" in str(pin_revision("a/model")[1])
     (found / "model.safetensors").unlink()
     for name in ("a/model", f"a/model@{found.name}", "a/other"):
         text = refused(name)
@@ -150,7 +150,7 @@ def test_a_gated_model_says_what_to_do_and_shows_no_token(hub: Hub, monkeypatch:
     assert "hf_of_somebody" not in refused("a/model")
     hub.refusal = None
     monkeypatch.setenv("HF_TOKEN", hub.token)
-    assert names(fetch("a/model")) == SHOWN
+    assert names(download_model("a/model")) == SHOWN
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_pushed_whole_into_a_repository_that_is_made(hub: Hub, folder: Path) -> None:
-    address = push(folder, "me/mine", private=True, token="hf_written_nowhere", message="First")
+    address = upload_folder(folder, "me/mine", private=True, token="hf_written_nowhere", message="First")
     assert address == f"{hub.url}/me/mine/commit/1"
     assert hub.sent["me/mine"]["main"] == {name: FILES[name] for name in SHOWN}
     assert hub.created[0]["visibility"] == "private"
@@ -195,7 +195,7 @@ def test_a_folder_is_pushed_whole_into_a_repository_that_is_made(hub: Hub, folde
 
 
 def test_a_branch_is_made_and_a_name_alone_is_the_users(hub: Hub, folder: Path) -> None:
-    push(folder, "mine", revision="dpo")
+    upload_folder(folder, "mine", revision="dpo")
     assert set(hub.sent["me/mine"]["dpo"]) == SHOWN and not hub.sent["me/mine"]["main"]
 
 
@@ -204,17 +204,17 @@ def test_a_push_that_is_refused_loses_nothing(hub: Hub, folder: Path, status: in
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     hub.refusal, hub.refused = (status, "", "hf_very_secret is not enough"), where
     with pytest.raises(UserError) as caught:
-        push(folder, "me/mine", token="hf_very_secret")
+        upload_folder(folder, "me/mine", token="hf_very_secret")
     text = "".join(traceback.format_exception(caught.value))
     assert f"the model is whole in {folder}" in text and str(status) in caught.value.found
     assert "hf_very_secret" not in str(caught.value)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     hub.refusal = None
-    push(folder, "me/mine")
+    upload_folder(folder, "me/mine")
     assert set(hub.sent["me/mine"]["main"]) == SHOWN
 
 
 def test_a_push_without_a_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="could not be uploaded"):
-        push(folder, "me/mine")
+        upload_folder(folder, "me/mine")

@@ -6,14 +6,14 @@ import math
 
 import torch
 
-from quartet.rewards.source import combine, source_metrics
+from quartet.rewards.source import combine_scores, source_metrics
 
 NAN = math.nan
 
 
 def reward(weights: dict[str, float], **scores: list[float]) -> list[float | None]:
     tensors = {name: torch.tensor(values) for name, values in scores.items()}
-    total, applies = combine(tensors, weights)
+    total, applies = combine_scores(tensors, weights)
     assert total.dtype == torch.float64
     return [float(t) if a else None for t, a in zip(total, applies, strict=True)]
 

@@ -15,7 +15,7 @@ import pytest
 
 from quartet.config import UserError
 from quartet.rewards.functions import PassedFunction
-from quartet.rewards.source import GuardedReward, Outcome, RewardError, RewardSource, Threads
+from quartet.rewards.source import GuardedReward, LimitedThreads, RewardError, RewardSource, ScoreOutcome
 
 
 class Source(RewardSource):
@@ -41,7 +41,7 @@ def failing(text: str) -> RewardError:
     return RewardError(f"cannot score {text}", found="a", remedy="b")
 
 
-def run(reward: GuardedReward, completions: Sequence[str]) -> Outcome:
+def run(reward: GuardedReward, completions: Sequence[str]) -> ScoreOutcome:
     columns = {"n": list(range(len(completions)))}
     return asyncio.run(reward.score(["?"] * len(completions), completions, columns))
 
@@ -73,9 +73,9 @@ def test_batches_and_their_order_whenever_they_end() -> None:
 
     source = Source(float, wait)
     outcome = run(GuardedReward(source, batch_size=3), [str(n) for n in range(10)])
-    assert outcome == Outcome([float(n) for n in range(10)], [False] * 10)
+    assert outcome == ScoreOutcome([float(n) for n in range(10)], [False] * 10)
     assert sorted(map(len, source.calls)) == [1, 3, 3, 3]
-    assert run(GuardedReward(source), []) == Outcome([], [])
+    assert run(GuardedReward(source), []) == ScoreOutcome([], [])
 
 
 def test_concurrency_holds_over_all_chunks() -> None:
@@ -142,7 +142,7 @@ def test_the_deadline_leaves_out_what_is_late_and_keeps_the_rest() -> None:
 
 def test_a_busy_event_loop_makes_nothing_late() -> None:
     """The score was there in time; that nobody looked for it until the deadline is not its fault."""
-    threads = Threads(1, "probe")
+    threads = LimitedThreads(1, "probe")
     done = threading.Event()
 
     class InThread(Source):
@@ -153,7 +153,7 @@ def test_a_busy_event_loop_makes_nothing_late() -> None:
 
             return (await asyncio.gather(threads.run(work)))[0]
 
-    async def both() -> Outcome:
+    async def both() -> ScoreOutcome:
         reward = GuardedReward(InThread(float), deadline_s=0.2, on_error="leave_out")
         scoring = asyncio.create_task(reward.score(["?"], ["a"], {"n": [0]}))
         while not done.is_set():
@@ -203,7 +203,7 @@ def test_whatever_a_thread_raises_is_raised_where_it_is_waited_for(
         with pytest.raises(raised):
             await threads.run(fail)
 
-    threads = Threads(1, "probe")
+    threads = LimitedThreads(1, "probe")
     asyncio.run(asyncio.wait_for(wait(), 10))
     threads.close()
 
@@ -219,7 +219,7 @@ def test_a_deadline_holds_for_an_async_function() -> None:
 
 
 def test_calls_that_are_no_longer_waited_for_never_begin() -> None:
-    threads, release, begun = Threads(1, "probe"), threading.Event(), []
+    threads, release, begun = LimitedThreads(1, "probe"), threading.Event(), []
 
     async def stop() -> None:
         first = asyncio.create_task(threads.run(release.wait, 10))

@@ -10,7 +10,7 @@ import pytest
 from quartet.config import UserError
 from quartet.config.rewards import JudgeReward, PairwiseJudge, PointwiseJudge, RetryConfig
 from quartet.rewards.build import build_reward
-from quartet.rewards.judge import Comparer, transcript
+from quartet.rewards.judge import JudgeComparer, format_messages
 
 FAST = RetryConfig(attempts=2, first_wait_s=0.0)
 
@@ -112,7 +112,7 @@ def test_chats_and_own_templates(serve: Any) -> None:
     method = PointwiseJudge(template="{rubric}|{prompt}|{completion}|{level}|{unclosed", rubric="r")
     score(judge(asked.url, method=method), [chat], ["{prompt} {level}"], level=[3])
     assert question(asked.bodies[0]) == "r|system: Be brief.\n\nuser: Hi|{prompt} {level}|3|{unclosed"
-    assert transcript("plain") == "plain"
+    assert format_messages("plain") == "plain"
 
 
 def test_a_template_may_only_ask_for_what_is_there() -> None:
@@ -158,7 +158,7 @@ def test_compare_is_antisymmetric_and_leaves_out_what_fails(serve: Any) -> None:
         return (400, {}) if "broken" in question(body) else longer_wins(body)
 
     asked = serve(answer)
-    comparer = Comparer(judge(asked.url, method=PairwiseJudge()))
+    comparer = JudgeComparer(judge(asked.url, method=PairwiseJudge()))
     ours, theirs = ["longest", "a", "ab", "broken"], ["long", "abc", "ba", "x"]
 
     async def both() -> Any:
@@ -173,4 +173,4 @@ def test_compare_is_antisymmetric_and_leaves_out_what_fails(serve: Any) -> None:
 
 def test_only_a_pairwise_judge_compares() -> None:
     with pytest.raises(UserError, match="pairwise"):
-        Comparer(judge("http://localhost"))
+        JudgeComparer(judge("http://localhost"))

@@ -20,7 +20,7 @@ import torch
 from quartet.config import UserError
 from quartet.config.rewards import FunctionReward
 from quartet.rewards.build import build_reward
-from quartet.rewards.source import GuardedReward, Outcome, RewardError
+from quartet.rewards.source import GuardedReward, RewardError, ScoreOutcome
 
 FUNCTIONS = Path(__file__).parents[2] / "user_functions.py"
 
@@ -40,7 +40,7 @@ def made() -> Iterator[Make]:
         yield make
 
 
-async def scored(reward: GuardedReward, completions: list[str], **columns: Any) -> Outcome:
+async def scored(reward: GuardedReward, completions: list[str], **columns: Any) -> ScoreOutcome:
     return await reward.score(["?"] * len(completions), completions, columns)
 
 
@@ -112,7 +112,7 @@ def test_signals_to_the_whole_job_leave_it_alone(made: Make) -> None:
     reward = made("sleeps")
     score(reward, ["a"])
 
-    async def signalled() -> Outcome:
+    async def signalled() -> ScoreOutcome:
         scoring = asyncio.create_task(scored(reward, ["b"] * 3))
         await asyncio.sleep(0.01)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -282,7 +282,7 @@ def test_a_cancelled_call_that_has_not_begun_costs_nothing(made: Make) -> None:
     reward = made("sleeps")
     (pid,) = pids(reward)
 
-    async def cancelled() -> Outcome:
+    async def cancelled() -> ScoreOutcome:
         first = asyncio.create_task(scored(reward, ["a"]))
         second = asyncio.create_task(scored(reward, ["b"]))
         await asyncio.sleep(0.005)
@@ -307,7 +307,7 @@ asyncio.run(reward.score(["?"], ["a"], {}))
 BARE_CALL = """
 import sys
 from quartet.rewards.subprocesses import Subprocess
-process = Subprocess("quartet.rewards.function_worker:serve", {"target": sys.argv[1], "threads": 0})
+process = Subprocess("quartet.rewards.function_worker:serve_function", {"target": sys.argv[1], "threads": 0})
 print(process.pid, flush=True)
 process.ask({"completions": ["slow"]})
 """

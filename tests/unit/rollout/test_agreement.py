@@ -18,13 +18,13 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.attention import AttentionParams
-from quartet.models.exact import exact_masked_attention, row_step
+from quartet.models.exact import exact_masked_attention, row_multiple
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import step_attention
-from quartet.rollout.engine import NativeEngine, choose_contexts
+from quartet.rollout.engine import NativeEngine, choose_attention_backend
 from quartet.rollout.protocol import Completion, Request
-from quartet.rollout.step_attention import Contexts
-from quartet.train.forward import Needs, compute, forward_only
+from quartet.rollout.step_attention import AttentionBackend
+from quartet.train.forward import ForwardNeeds, forward_only, forward_packed
 
 Tolerances = dict[torch.dtype, tuple[float, float]]
 Make = Callable[..., Request]
@@ -130,10 +130,10 @@ def test_rollout_and_trainer_give_the_same_log_probabilities_to_the_bit(
     for budget, chunk, share in ((10_000, 1024, True), (10_000, 33, False), (400, 20, True), (360, 64, False)):
         order = shuffle.sample(requests, len(requests))
         batch = grouped(order, done)
-        needs = Needs(logprobs=True, temperature=temperature)
+        needs = ForwardNeeds(logprobs=True, temperature=temperature)
         found = forward_only(exact, batch, needs, budget, chunk, share=share).token["logprobs"]
         assert torch.equal(found, rollout_column(batch, done)), (budget, chunk, share)
-    trained = compute(exact, batch, needs, 50).logprobs
+    trained = forward_packed(exact, batch, needs, 50).logprobs
     assert trained is not None
     assert trained.requires_grad
     assert torch.equal(trained.detach(), rollout_column(batch, done))
@@ -159,7 +159,7 @@ def test_long_prompts_and_responses(
     ]
     done = run_all(NativeEngine(packed, max_prefill_tokens=700), requests)
     batch = grouped(requests[::-1], done)
-    found = forward_only(packed, batch, Needs(logprobs=True), 2000).token["logprobs"]
+    found = forward_only(packed, batch, ForwardNeeds(logprobs=True), 2000).token["logprobs"]
     assert torch.equal(found, rollout_column(batch, done))
 
 
@@ -181,7 +181,7 @@ def test_each_token_has_the_bits_of_the_weights_that_sampled_it(
     engine.update_weights(None, version=1)
     done |= run_all(engine)
     batch = grouped(requests, done)
-    needs = Needs(logprobs=True)
+    needs = ForwardNeeds(logprobs=True)
     new = forward_only(actor, batch, needs, 4000).token["logprobs"]
     actor.model.load_state_dict(before, strict=False)
     old = forward_only(actor, batch, needs, 4000).token["logprobs"]
@@ -221,7 +221,7 @@ def test_a_fault_in_decoding_shows(
     requests = [make_request(f"r{i}", length=270 + 40 * i, seed=i, max_new_tokens=20) for i in range(4)]
     done = run_all(NativeEngine(packed), requests)
     batch = grouped(requests, done)
-    found = forward_only(packed, batch, Needs(logprobs=True), 4000).token["logprobs"]
+    found = forward_only(packed, batch, ForwardNeeds(logprobs=True), 4000).token["logprobs"]
     expected = rollout_column(batch, done)
     assert torch.equal(found, expected) == (fault is None)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -229,12 +229,12 @@ def test_a_fault_in_decoding_shows(
 
 def test_the_model_chooses_the_contexts(build_exact: Callable[..., PackedCausalLM]) -> None:
     packed = build_exact("llama")
-    contexts = choose_contexts(packed)
-    assert isinstance(contexts, step_attention.ExactContexts)
+    contexts = choose_attention_backend(packed)
+    assert isinstance(contexts, step_attention.ExactAttentionBackend)
     assert not contexts.shares_prefixes
-    assert contexts.padded_rows(3) == max(16, row_step(packed.body))
+    assert contexts.padded_rows(3) == max(16, row_multiple(packed.body))
     packed.numerics = "fast"
-    assert type(choose_contexts(packed)) is Contexts
+    assert type(choose_attention_backend(packed)) is AttentionBackend
 
 
 # Fast numerics ---------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_engine_equals_the_packed_training_forward(
     ]
     done = run_all(family.engine(max_running=7), requests)
     batch = grouped(requests, done)
-    needs = Needs(logprobs=True, temperature=temperature)
+    needs = ForwardNeeds(logprobs=True, temperature=temperature)
     found = forward_only(family.packed, batch, needs, 4000).token["logprobs"]
     atol, rtol = tolerances[torch.float32]
     torch.testing.assert_close(rollout_column(batch, done), found, atol=atol, rtol=rtol)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import scheduler
-from quartet.rollout.engine import NativeEngine, choose_contexts
+from quartet.rollout.engine import NativeEngine, choose_attention_backend
 from quartet.rollout.protocol import Completion, Request
-from quartet.rollout.step_attention import PlainContexts
+from quartet.rollout.step_attention import PlainAttentionBackend
 
 MIXTURE: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -54,7 +54,7 @@ def test_plain_operations_give_what_the_kernels_give(
     asked = mixed(make_request)
     options = {"max_running": 10, "max_prefill_tokens": 20}
     expected = run_all(NativeEngine(packed, **options), asked)
-    found = run_all(NativeEngine(packed, contexts=PlainContexts(), **options), asked)
+    found = run_all(NativeEngine(packed, contexts=PlainAttentionBackend(), **options), asked)
     differences, num_left = [], 0
     for name, theirs in expected.items():
         ours = found[name]
@@ -104,8 +104,8 @@ def test_everything_is_made_on_the_models_device_and_nothing_is_read_but_tokens(
     monkeypatch.setattr(scheduler, "MIN_SHARED_TOKENS", 20 if shares else 10**9)
     packed = family.packed
     to_meta(packed)
-    assert isinstance(choose_contexts(packed), PlainContexts)
-    engine = NativeEngine(packed, max_running=10, max_prefill_tokens=20, contexts=PlainContexts())
+    assert isinstance(choose_attention_backend(packed), PlainAttentionBackend)
+    engine = NativeEngine(packed, max_running=10, max_prefill_tokens=20, contexts=PlainAttentionBackend())
     sampled = RequestStore()
     monkeypatch.setattr(engine, "_read", sampled)
     engine.submit(mixed(make_request))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quartet.rollout.prefix_cache import LENGTH_STEP, KVCache, round_up, slot_shape
+from quartet.rollout.prefix_cache import LENGTH_STEP, KVCache, next_slot_shape, round_up
 
 Run = tuple[dict[int, Tensor], dict[int, Tensor]]
 
@@ -51,7 +51,7 @@ def test_shapes_hold_what_runs_within_the_limit(
 ) -> None:
     longest, most = round_up(longest), round_up(longest + more)
     limit = num_rows * most + spare
-    slots, capacity = slot_shape(
+    slots, capacity = next_slot_shape(
         (now[0], now[1] * LENGTH_STEP), num_rows=num_rows, longest=longest, most=most, max_rows=20, limit=limit
     )
     assert slots >= num_rows

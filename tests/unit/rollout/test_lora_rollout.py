@@ -17,7 +17,7 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
-from quartet.train.forward import Needs, forward_only
+from quartet.train.forward import ForwardNeeds, forward_only
 
 LORA = LoRAConfig(rank=4, alpha=6.0)
 TOKENS = torch.arange(3, 43)
@@ -69,7 +69,9 @@ def trained_logprobs(packed: PackedCausalLM, sent: list[Request], done: dict[str
         [r.request_id for r in sent],
     )
     mask = batch.sequence_index() >= 0
-    found = forward_only(packed, batch.with_token(loss_mask=mask), Needs(logprobs=True), 10_000).token["logprobs"]
+    found = forward_only(packed, batch.with_token(loss_mask=mask), ForwardNeeds(logprobs=True), 10_000).token[
+        "logprobs"
+    ]
     return found[mask], torch.tensor([lp for r in sent for lp in done[r.request_id].logprobs])
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quartet.rollout.prefix_cache import round_up
 from quartet.rollout.rows import CALL_TOKENS, row_ranges
-from quartet.rollout.scheduler import BAND, close_gaps
+from quartet.rollout.scheduler import BAND, compact_rows
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ def test_no_row_is_lost_and_copies_come_in_a_safe_order(present: list[int | None
     slots = {row: item for row, item in enumerate(rows) if item is not None}
     where = {item: row for row, item in slots.items()}
     everybody = {*slots.values(), *arrivals}
-    changes = close_gaps(rows, arrivals, length)
+    changes = compact_rows(rows, arrivals, length)
     for item, row in changes:
         if item in where:
             assert slots[where[item]] is item
@@ -55,7 +55,7 @@ def test_bands_stay_nearly_sorted_under_churn(waves: list[list[int]]) -> None:
     for wave in waves:
         for row in range(0, len(rows), 3):
             rows[row] = None
-        changes = close_gaps(rows, [Item(n) for n in wave], length)
+        changes = compact_rows(rows, [Item(n) for n in wave], length)
         ranked = sorted(lengths(rows), reverse=True)
         for item, row in changes:
             band = ranked[row // BAND * BAND : (row // BAND + 1) * BAND]

@@ -6,24 +6,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.rollout.prefix_cache import Block, PrefixCache
+from quartet.rollout.prefix_cache import CacheBlock, PrefixCache
 
 
-def filled(*token_ids: int, parent: Block | None = None, reusable: bool = True) -> Block:
-    block = Block(token_ids, parent, reusable=reusable)
+def filled(*token_ids: int, parent: CacheBlock | None = None, reusable: bool = True) -> CacheBlock:
+    block = CacheBlock(token_ids, parent, reusable=reusable)
     block.store(0, 0, torch.ones(2, len(token_ids), 4), torch.ones(2, len(token_ids), 4))
     block.done = len(token_ids)
     block.finish(torch.zeros(8))
     return block
 
 
-def nobody() -> set[Block]:
+def nobody() -> set[CacheBlock]:
     return set()
 
 
 def test_incomplete_prompts_and_own_tokens_go_with_their_last_user() -> None:
     cache = PrefixCache()
-    begun = Block((1, 2, 3))
+    begun = CacheBlock((1, 2, 3))
     prompt = filled(7, 8)
     own = filled(9, parent=prompt, reusable=False)
     cache.hold(begun)
@@ -75,7 +75,7 @@ def test_a_discarded_block_serves_only_those_that_use_it() -> None:
 )
 def test_tokens_are_counted_right_whatever_happens(events: list[tuple[int, str]]) -> None:
     cache = PrefixCache()
-    held: list[Block] = []
+    held: list[CacheBlock] = []
     for number, event in events:
         token_ids = (number,) * (number + 1)
         if event == "hold":

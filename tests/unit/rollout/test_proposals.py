@@ -14,7 +14,7 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import scheduler
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request
-from quartet.rollout.scheduler import Response
+from quartet.rollout.scheduler import EngineRequest
 
 Make = Callable[..., Request]
 RunAll = Callable[..., dict[str, Completion]]
@@ -32,7 +32,7 @@ def requests_of(make_request: Make) -> list[Request]:
     ]  # fmt: skip
 
 
-def propose(response: Response, tokens: list[int]) -> None:
+def propose(response: EngineRequest, tokens: list[int]) -> None:
     """As a drafter does: the last token that a response may get is sampled behind what is proposed."""
     response.propose(tokens[: response.max_tokens - len(response.token_ids) - 1])
 

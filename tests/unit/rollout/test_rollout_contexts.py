@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.models.attention import AttentionParams, masked_attention, visible
-from quartet.rollout.prefix_cache import Block, KVCache
+from quartet.models.attention import AttentionParams, masked_attention, visibility_mask
+from quartet.rollout.prefix_cache import CacheBlock, KVCache
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.rows import DecodeRows
-from quartet.rollout.scheduler import PrefillChunk, RequestGroup, Response
+from quartet.rollout.scheduler import EngineRequest, PrefillChunk, RequestGroup
 from quartet.rollout.step_attention import (
-    Contexts,
+    AttentionBackend,
     DecodeAttention,
     PrefillAttention,
-    join,
+    merge_attention_states,
     partial_attention,
 )
 
@@ -42,13 +42,13 @@ class Sequences:
         self.lengths = list(lengths)
         self.qkv = [[torch.randn(h, n, s, generator=g) for h, s in shapes] for n in lengths]
 
-    def share(self, members: Sequence[int], length: int) -> Block:
+    def share(self, members: Sequence[int], length: int) -> CacheBlock:
         """Gives ``members`` the first one's first tokens; a complete block of them."""
         first = self.qkv[members[0]]
         for member in members[1:]:
             for x, source in zip(self.qkv[member], first, strict=True):
                 x[:, :length] = source[:, :length]
-        block = Block(tuple(range(length)), shared=True)
+        block = CacheBlock(tuple(range(length)), shared=True)
         block.store(0, 0, first[1][:, :length], first[2][:, :length])
         block.done = length
         return block
@@ -57,7 +57,7 @@ class Sequences:
         """``[H, L, Dv]``"""
         q, k, v = self.qkv[i]
         positions = torch.arange(q.shape[1])
-        return masked_attention(q[None], k[None], v[None], visible(positions, positions, rule), rule)[0]
+        return masked_attention(q[None], k[None], v[None], visibility_mask(positions, positions, rule), rule)[0]
 
     def tokens(self, spans: Sequence[tuple[int, int, int]]) -> list[Tensor]:
         """``[1, heads, T, size]`` of ``(sequence, start, end)``, one after the other."""
@@ -67,7 +67,7 @@ class Sequences:
         return self.tokens([(i, n - 1, n) for i, n in enumerate(self.lengths)])
 
 
-def loaded(sequences: Sequences, prefixes: Sequence[Block | None]) -> tuple[KVCache, DecodeRows]:
+def loaded(sequences: Sequences, prefixes: Sequence[CacheBlock | None]) -> tuple[KVCache, DecodeRows]:
     """Slots that hold all but the newest token, behind the shared blocks."""
     cache = KVCache()
     cache.resize(len(sequences.lengths), 64)
@@ -80,7 +80,9 @@ def loaded(sequences: Sequences, prefixes: Sequence[Block | None]) -> tuple[KVCa
         _, k, v = (x[:, start : length - 1] for x in sequences.qkv[slot])
         cache.write([slot], {0: k}, {0: v})
         prompt = tuple(range(length - 1))
-        response = Response(Request(f"r{slot}", "g", prompt, SamplingParams()), 8, RequestGroup(prompt), slot, row=slot)
+        response = EngineRequest(
+            Request(f"r{slot}", "g", prompt, SamplingParams()), 8, RequestGroup(prompt), slot, row=slot
+        )
         response.prefix = prefix
         response.append(5, -0.1, 0)
         responses.append(response)
@@ -118,7 +120,7 @@ def test_the_bits_behind_a_shared_block_do_not_depend_on_how_many_read_it() -> N
 
 def test_kept_views_follow_the_rows() -> None:
     """One context over many steps: longer rows, other rows, larger slots."""
-    contexts = Contexts()
+    contexts = AttentionBackend()
     sequences = Sequences([30, 20])
     cache, rows = loaded(sequences, [None, None])
     for step in range(5):
@@ -139,14 +141,14 @@ def test_filling_in_pieces_equals_filling_whole(rule: AttentionParams, tolerance
     """Two prompts of which one comes in three pieces, then a response's tokens behind it."""
     sequences = Sequences([30, 44, 44])
     prompt = sequences.share([1, 2], 36)
-    first, second = Block(tuple(range(30))), Block(tuple(range(36)))
-    own = Block(tuple(range(8)), parent=second)
+    first, second = CacheBlock(tuple(range(30))), CacheBlock(tuple(range(36)))
+    own = CacheBlock(tuple(range(8)), parent=second)
     steps = [
         [(0, PrefillChunk(first, 0, 30)), (1, PrefillChunk(second, 0, 10))],
         [(1, PrefillChunk(second, 10, 25))],
         [(1, PrefillChunk(second, 25, 36)), (2, PrefillChunk(own, 0, 8))],
     ]
-    out: dict[Block, list[Tensor]] = {first: [], second: [], own: []}
+    out: dict[CacheBlock, list[Tensor]] = {first: [], second: [], own: []}
     for prefills in steps:
         spans = [(i, prefill.block.start + prefill.start, prefill.block.start + prefill.end) for i, prefill in prefills]
         result = PrefillAttention([prefill for _, prefill in prefills]).attend(0, *sequences.tokens(spans), rule)
@@ -171,8 +173,8 @@ def test_parts_that_see_nothing_contribute_nothing(tolerances: Tolerances) -> No
     assert bool(out.isfinite().all())
     assert lse[0, :, 1].tolist() == [float("-inf")] * 2
     other, other_lse = partial_attention(q, k, v, None, rule)
-    assert torch.equal(join(other, other_lse, out, lse)[:, :, 1], other[:, :, 1])
+    assert torch.equal(merge_attention_states(other, other_lse, out, lse)[:, :, 1], other[:, :, 1])
     # Two halves give the whole.
     halves = [partial_attention(q, k[:, :, s], v[:, :, s], None, rule) for s in (slice(4), slice(4, 9))]
     atol, rtol = tolerances[torch.float32]
-    torch.testing.assert_close(join(*halves[0], *halves[1]), other, atol=atol, rtol=rtol)
+    torch.testing.assert_close(merge_attention_states(*halves[0], *halves[1]), other, atol=atol, rtol=rtol)

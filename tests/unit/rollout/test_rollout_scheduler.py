@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quartet.config import UserError
 from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, round_up
 from quartet.rollout.protocol import FinishReason, Request, SamplingParams
-from quartet.rollout.scheduler import Scheduler, StepPlan
+from quartet.rollout.scheduler import PrefillPlan, Scheduler
 
 
 def request(name: str, group: str | None = None, length: int = 4, **sampling: object) -> Request:
@@ -156,7 +156,7 @@ class Queue:
             prompt = tuple(range(length))
             self.scheduler.add(Request(name, group or name, prompt, SamplingParams()), max_tokens=new)
 
-    def step(self) -> StepPlan:
+    def step(self) -> PrefillPlan:
         plan = self.scheduler.plan()
         for prefill in plan.prefills:
             prefill.block.done = prefill.end
@@ -177,11 +177,11 @@ class Queue:
         retire(self.scheduler, *names)
 
 
-def names(plan: StepPlan) -> list[str]:
+def names(plan: PrefillPlan) -> list[str]:
     return [r.request.request_id for r in plan.admitted]
 
 
-def pieces(plan: StepPlan) -> list[tuple[int, int, int]]:
+def pieces(plan: PrefillPlan) -> list[tuple[int, int, int]]:
     return [(len(prefill.block), prefill.start, prefill.end) for prefill in plan.prefills]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quartet.rollout.sampler import sample_seed, seed_keys, uniforms
+from quartet.rollout.sampler import sample_seed, seed_keys, uniform_numbers
 
 
 def test_sample_seed_is_a_fixed_function() -> None:
@@ -27,7 +27,7 @@ def test_uniforms_are_a_fixed_function() -> None:
     """Recorded once: a change of these numbers changes every seeded run."""
     seeds = np.array([0, 1, 2**64 - 1], dtype=np.uint64)
     positions = np.array([0, 5, 1000], dtype=np.uint64)
-    assert uniforms(seed_keys(seeds), positions).tolist() == [
+    assert uniform_numbers(seed_keys(seeds), positions).tolist() == [
         0.6524484863740322,
         0.7743991716672016,
         0.033884161635479915,

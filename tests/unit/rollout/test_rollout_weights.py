@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quartet.config.common import LoRAConfig
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.engine import NativeEngine, own_copy
+from quartet.rollout.engine import NativeEngine, copy_packed_model
 from quartet.rollout.protocol import Completion, Request
 from quartet.weights.manifest import WeightsUnusable
 from quartet.weights.sink import NamedSource, sync_in_process
@@ -68,7 +68,7 @@ def test_an_own_engine_gives_the_bits_of_one_that_shares(
     family: str, precision: Any, lora: Any, build_tiny: Build, make_request: Make, run_all: RunAll
 ) -> None:
     trainer = actor(build_tiny(family), precision, lora)
-    own = own_copy(trainer)
+    own = copy_packed_model(trainer)
     shared = NativeEngine(trainer, max_running=4)
     apart = NativeEngine(own, owns_weights=True, max_running=4)
     sent = requests_of(make_request)
@@ -90,7 +90,7 @@ def test_an_own_engine_gives_the_bits_of_one_that_shares(
 
 def test_requests_under_way_go_on_with_the_new_weights(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     trainer = actor(tiny)
-    shared, apart = NativeEngine(trainer), NativeEngine(own_copy(trainer), owns_weights=True, version=0)
+    shared, apart = NativeEngine(trainer), NativeEngine(copy_packed_model(trainer), owns_weights=True, version=0)
     for engine in (shared, apart):
         engine.submit(requests_of(make_request))
         for _ in range(3):
@@ -108,7 +108,7 @@ def test_requests_under_way_go_on_with_the_new_weights(tiny: Any, make_request: 
 
 def test_nothing_is_computed_after_a_sync_that_failed_halfway(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     trainer = actor(tiny)
-    engine = NativeEngine(own_copy(trainer), owns_weights=True, version=0)
+    engine = NativeEngine(copy_packed_model(trainer), owns_weights=True, version=0)
     engine.submit(requests_of(make_request))
     engine.step()
     train(trainer, 1)
@@ -147,7 +147,7 @@ def test_an_own_copy_shares_nothing(
         raise AssertionError("probed again")
 
     monkeypatch.setattr("quartet.models.loading.probe", probed)
-    copied = own_copy(trainer)
+    copied = copy_packed_model(trainer)
     assert (copied.precision, copied.numerics, copied.logit_scale) == ("fp32", "fast", 0.5)
     assert copied.shares_prefixes == trainer.shares_prefixes
     places = {p.data_ptr() for p in trainer.model.parameters()}

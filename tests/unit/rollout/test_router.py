@@ -26,8 +26,8 @@ from quartet.rollout.protocol import (
     EngineFailed,
     EngineStats,
     FinishReason,
-    Generated,
     GenerationError,
+    PartialCompletion,
     Request,
     RequestsRefused,
     SamplingParams,
@@ -106,8 +106,8 @@ class FakeEngine:
         self._check("cancel")
         self.ready += [self._end(self.held[i][0], FinishReason.CANCELLED) for i in request_ids if i in self.held]
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
-        return {i: Generated((7,) * self.held[i][1], (), ()) for i in request_ids}
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
+        return {i: PartialCompletion((7,) * self.held[i][1], (), ()) for i in request_ids}
 
     def pause(self) -> None:
         self._check("pause")

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quartet.models import logprobs as truncation_module
-from quartet.models.logprobs import Limits, Truncation, truncate
+from quartet.models.logprobs import SamplingLimits, Truncation, truncate_probs
 from quartet.rollout import sampler
 from quartet.rollout.protocol import Draw, SamplingParams
 from quartet.rollout.sampler import (
     SamplingRows,
-    race_keys,
-    race_numbers,
+    noise_keys,
+    noise_values,
     sample,
     sample_tokens,
     seed_keys,
@@ -46,7 +46,7 @@ def force_draws(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], 
     """``force_draws(numbers)``: they decide the tokens instead of seeds and positions."""
 
     def force(numbers: Sequence[float]) -> None:
-        monkeypatch.setattr(sampler, "uniforms", lambda keys, positions: np.array(numbers, dtype=np.float64))
+        monkeypatch.setattr(sampler, "uniform_numbers", lambda keys, positions: np.array(numbers, dtype=np.float64))
 
     return force
 
@@ -210,10 +210,10 @@ def test_truncation_equals_the_slow_rule(
     params = [SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p), *others]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(truncation_module, "_CANDIDATES", candidates)
-        limits = {i: Limits(p.top_p, p.top_k, p.min_p) for i, p in enumerate(params) if p.truncates}
+        limits = {i: SamplingLimits(p.top_p, p.top_k, p.min_p) for i, p in enumerate(params) if p.truncates}
         truncation = Truncation.build(limits, len(weights), CPU)
     assert truncation is not None
-    kept = truncate(row.repeat(len(truncation.rows), 1), truncation)
+    kept = truncate_probs(row.repeat(len(truncation.rows), 1), truncation)
     for place, i in enumerate(truncation.rows.tolist()):
         p = params[i]
         expected = {j for j in keep_by_hand(row.tolist(), p.top_k, p.top_p, p.min_p) if weights[j] > 0}
@@ -247,10 +247,10 @@ def test_unusable_logits_give_no_log_probability(bad: str, draw: Draw, options: 
 
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
     """Recorded once: a change of these numbers changes every run that draws so."""
-    keys = race_keys(seed_keys(np.array([0, 1, 2**64 - 1], dtype=np.uint64)), np.array([0, 5, 7], dtype=np.uint64))
-    found = race_numbers(token_hashes(5, CPU), torch.from_numpy(keys))
-    assert torch.equal(race_numbers(token_hashes(3000, CPU), torch.from_numpy(keys))[:, :5], found)
-    assert torch.equal(race_numbers(token_hashes(5, CPU), torch.from_numpy(keys[1:2])), found[1:2])
+    keys = noise_keys(seed_keys(np.array([0, 1, 2**64 - 1], dtype=np.uint64)), np.array([0, 5, 7], dtype=np.uint64))
+    found = noise_values(token_hashes(5, CPU), torch.from_numpy(keys))
+    assert torch.equal(noise_values(token_hashes(3000, CPU), torch.from_numpy(keys))[:, :5], found)
+    assert torch.equal(noise_values(token_hashes(5, CPU), torch.from_numpy(keys[1:2])), found[1:2])
     assert (found * 2**31).round().long().tolist() == [
         [364972032, 654148288, 1856335488, 659522560, 865104704],
         [1645160192, 242564336, 215593920, 168405936, 81750944],
@@ -265,8 +265,8 @@ def test_the_token_has_the_largest_sum_of_logit_and_noise(options: dict[str, flo
     logits = torch.randn(300, width, generator=torch.Generator().manual_seed(5)) * 3
     params, positions = [SamplingParams(seed=i, draw="gumbel", **options) for i in range(300)], np.arange(300)
     tokens = sample_tokens(logits, SamplingRows.build(params, width, CPU), positions.astype(np.uint64)).squeeze(1)
-    keys = race_keys(seed_keys(np.arange(300, dtype=np.uint64)), positions.astype(np.uint64))
-    numbers = race_numbers(token_hashes(width, CPU), torch.from_numpy(keys)).double()
+    keys = noise_keys(seed_keys(np.arange(300, dtype=np.uint64)), positions.astype(np.uint64))
+    numbers = noise_values(token_hashes(width, CPU), torch.from_numpy(keys)).double()
     noise = -(-(-numbers).log1p()).log()
     scaled = (logits / options.get("temperature", 1.0)).double()
     if options.get("top_k"):

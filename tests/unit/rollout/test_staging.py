@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from quartet.config.common import LoRAConfig
 from quartet.models.loading import load_causal_lm, packed_causal_lm
-from quartet.rollout.engine import NativeEngine, own_copy
+from quartet.rollout.engine import NativeEngine, copy_packed_model
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, Request, SamplingParams
 from quartet.rollout.staging import StagedWeights
 from quartet.weights.manifest import WeightMismatch, WeightsRefused, WeightsUnusable
-from quartet.weights.sink import NamedSource, TensorSink, write_into
+from quartet.weights.sink import NamedSource, TensorSink, write_weights
 
 targets: Any = importlib.import_module("engine_targets")
 LORA = {"rank": 4, "alpha": 8}
@@ -39,7 +39,7 @@ def train(tensors: list[Tensor], seed: int) -> None:
 
 def send(pairs: list[tuple[str, Tensor]], sinks: list[TensorSink], version: int) -> None:
     for sink in sinks:
-        write_into(sink, pairs, version)
+        write_weights(sink, pairs, version)
 
 
 def requests(number: int) -> list[Request]:
@@ -102,7 +102,7 @@ class Pair:
         model = self.trainer.model
         self.sent = list(model.named_parameters()) if lora is None else list(self.trainer.adapters.trained.items())
         self.staging = StagedWeights(named(model) if lora is None else self.sent)
-        self.here = NativeEngine(own_copy(self.trainer), owns_weights=True, max_running=8)
+        self.here = NativeEngine(copy_packed_model(self.trainer), owns_weights=True, max_running=8)
         self.apart = EngineProcess(targets.spec(kwargs=begins, name=kind), self.staging)
 
 

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quartet.envs.protocol import Observation
-from quartet.envs.transcript import Action, Seen, Transcript
+from quartet.envs.transcript import Action, ObservedState, Transcript
 from quartet.extras.serve.bodies import CompletionBody
 from quartet.extras.serve.server import Answers
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.scheduler import StopStringMatcher
-from quartet.schedule.groups import answered, group_batch
+from quartet.schedule.groups import group_batch, single_turn_trajectory
 from quartet.schedule.model_worker import record_columns, rollout_records
 from quartet.schedule.rollout_worker import completion_text
 from quartet.text.tokenizer import TextCodec
@@ -151,13 +151,13 @@ def test_every_reader_of_a_completion_has_the_same_text(kind: str, said: str, st
     completion = Completion("r", "r", *columns, FinishReason.STOP_STRING, text_end)
     texts = {"reward and evaluation": completion_text(codec, prompt, completion)}
 
-    batch = group_batch(0, [answered(prompt, completion, texts["reward and evaluation"])])
+    batch = group_batch(0, [single_turn_trajectory(prompt, completion, texts["reward and evaluation"])])
     batch = batch.with_objects(prompt_id=["p"]).with_sequence(score=batch.sequence["version"].float())
     (record,) = rollout_records(batch, record_columns(batch), codec)
     texts["rollout file"] = record.response_text
 
     transcript = Transcript(codec)
-    transcript.see(Seen(Observation("ab=", rewrites=True)))
+    transcript.see(ObservedState(Observation("ab=", rewrites=True)))
     texts["environment"] = transcript.act(Action(*columns, "stop_string", text_end))
 
     body = CompletionBody(model="m", prompt="ab=", stop=stop, logprobs=0)

@@ -20,7 +20,7 @@ import torch
 
 from quartet.extras.simulation.simulation import Deadlock, run_virtual
 from quartet.observe.global_state import RandomStateGuard
-from quartet.schedule.clock import ComputeThread, now
+from quartet.schedule.clock import ComputeThread, loop_time
 from quartet.schedule.role_group import LocalGroup
 
 
@@ -30,7 +30,7 @@ def test_time_jumps_to_the_next_timer() -> None:
 
         async def sleeper(name: str, seconds: float) -> None:
             await asyncio.sleep(seconds)
-            log.append((name, now()))
+            log.append((name, loop_time()))
 
         await asyncio.gather(sleeper("late", 200_000.0), sleeper("early", 0.5), sleeper("middle", 3600))
         return log
@@ -61,7 +61,7 @@ def test_results_errors_and_timeouts_come_through() -> None:
             async with asyncio.timeout(2.5):
                 await asyncio.Event().wait()
         except TimeoutError:
-            return f"timed out at {now()}"
+            return f"timed out at {loop_time()}"
         return "no timeout"
 
     async def fails() -> None:

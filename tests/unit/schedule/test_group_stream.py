@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.extras.simulation.simulation import run_virtual
-from quartet.schedule.clock import now
+from quartet.schedule.clock import loop_time
 from quartet.schedule.groups import AdmissionRule, GroupStream
 
 QUICK = settings(deadline=None, max_examples=300)
@@ -254,7 +254,7 @@ def test_a_failure_surfaces_once_and_leaves_nothing_running(stale: int | None) -
             assert asyncio.all_tasks() == {asyncio.current_task()}
             with pytest.raises(RuntimeError, match="closed"):
                 await consume(stream, fixed(), 0, 1)
-        assert now() == 0.0
+        assert loop_time() == 0.0
 
     run_virtual(main())
 
@@ -280,7 +280,7 @@ def test_closing_waits_for_producers_that_take_time_to_stop() -> None:
         closing.cancel()
         results = await asyncio.gather(consumer, closing, return_exceptions=True)
         assert [type(result) for result in results] == [asyncio.CancelledError] * 2
-        return now(), log
+        return loop_time(), log
 
     assert run_virtual(main()) == (4.0, ["stopped 0", "stopped 1"])
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quartet.extras.simulation.simulation import run_virtual
-from quartet.schedule.clock import now
+from quartet.schedule.clock import loop_time
 from quartet.schedule.groups import AdmissionRule, GroupStream
 from quartet.schedule.iteration import Chunk, IterationStages, ScorePrefetcher, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseMode, PoolSpec, RoleSpec
@@ -56,11 +56,11 @@ class Simulation:
         self.num_running += 1
         try:
             async with self.arbiter.lease(role, mode, reads=reads, writes=writes):
-                start = now()
+                start = loop_time()
                 await asyncio.sleep(seconds)
                 if (role, which) in self.fails:
                     raise self.fails[role, which]
-                self.log.append((role, which, start, now()))
+                self.log.append((role, which, start, loop_time()))
         finally:
             self.num_running -= 1
 
@@ -252,7 +252,7 @@ class World:
         return index
 
     def collect(self, step: int, index: int, groups: Sequence[int]) -> Chunk:
-        self.log.append(("collect", step, index, now(), now()))
+        self.log.append(("collect", step, index, loop_time(), loop_time()))
         return Chunk(step, index, list(groups))
 
     async def assemble(self, chunks: Any) -> Any:
@@ -260,9 +260,9 @@ class World:
         return self.learned[-1]
 
     async def train(self, experience: Any, step: int) -> dict[str, float]:
-        begun = now()
+        begun = loop_time()
         await asyncio.sleep(self.seconds("train"))
-        self.log.append(("train", step, -1, begun, now()))
+        self.log.append(("train", step, -1, begun, loop_time()))
         self.version = step + 1
         self.trained.set()
         return {}
@@ -295,11 +295,11 @@ class Stage:
     name: str
 
     async def score(self, chunk: Chunk) -> Any:
-        begun, world = now(), self.world
+        begun, world = loop_time(), self.world
         await asyncio.sleep(world.seconds(self.name))
         if self.name == "reward" and world.breaks_at == (chunk.step, chunk.index):
             raise ConnectionError("the judge is gone")
-        world.log.append((self.name, chunk.step, chunk.index, begun, now()))
+        world.log.append((self.name, chunk.step, chunk.index, begun, loop_time()))
         return ("values", world.version) if self.name == "values" else ("reward", sum(chunk.data))
 
 

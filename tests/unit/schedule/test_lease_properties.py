@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quartet.extras.simulation.simulation import run_virtual
-from quartet.schedule.clock import now
+from quartet.schedule.clock import loop_time
 from quartet.schedule.leases import Arbiter, Lease, LeaseMode, PoolSpec, RoleSpec
 
 MODES: list[LeaseMode] = ["generate", "forward", "train"]
@@ -206,7 +206,7 @@ async def execute(program: Program, make: Callable[..., Any]) -> Outcome:
         outcome.records.append(record)
         reads = dict.fromkeys(job.reads)
         async with auditor.at_work(arbiter, job.role, job.mode, reads, job.writes) as lease:
-            record.began_s, record.lease = now(), lease
+            record.began_s, record.lease = loop_time(), lease
             try:
                 await asyncio.sleep(job.seconds)
             except asyncio.CancelledError:

@@ -14,8 +14,8 @@ import pytest
 from quartet.config.errors import UserError
 from quartet.extras.simulation.simulation import run_virtual
 from quartet.observe.spans import SpanRecorder
-from quartet.schedule.clock import now, shielded
-from quartet.schedule.leases import Arbiter, LeaseContext, LeaseMode, MissedVersion, PoolSpec, RoleSpec
+from quartet.schedule.clock import await_uncancelled, loop_time
+from quartet.schedule.leases import Arbiter, LeaseContext, LeaseMode, PoolSpec, RoleSpec, StaleVersion
 
 
 class SlowMover:
@@ -58,7 +58,7 @@ async def work(
 ) -> None:
     async with arbiter.lease(role, mode, **access):
         if log is not None:
-            log.append((name or role, now()))
+            log.append((name or role, loop_time()))
         await asyncio.sleep(seconds)
 
 
@@ -71,7 +71,7 @@ def test_a_role_has_one_forward_lease_at_a_time_but_shares_generation() -> None:
     async def main(mode: LeaseMode) -> float:
         arbiter = one_pool("a", slots=4)
         await together(*(work(arbiter, "a", mode, 1.0) for _ in range(3)))
-        return now()
+        return loop_time()
 
     assert run_virtual(main("forward")) == 3.0
     assert run_virtual(main("generate")) == 1.0
@@ -99,7 +99,7 @@ def test_waiting_for_a_version_holds_nothing() -> None:
 
         async def watch(version: int) -> None:
             await arbiter.until("actor", version)
-            log.append((f"version {version}", now()))
+            log.append((f"version {version}", loop_time()))
 
         await together(
             watch(0),
@@ -161,9 +161,9 @@ def test_a_late_reader_gets_a_clear_error_and_a_reservation_prevents_it() -> Non
     async def main() -> None:
         arbiter = one_pool("actor", "probe", slots=2)
         await work(arbiter, "actor", "train", 1.0, writes="actor")
-        with pytest.raises(MissedVersion, match=r"version 0 is gone: reserve\('actor', 0"):
+        with pytest.raises(StaleVersion, match=r"version 0 is gone: reserve\('actor', 0"):
             await work(arbiter, "probe", "forward", 1.0, reads={"actor": 0})
-        with pytest.raises(MissedVersion), arbiter.reserve("actor", 0, "probe"):
+        with pytest.raises(StaleVersion), arbiter.reserve("actor", 0, "probe"):
             pass
         log: list[tuple[str, float]] = []
 
@@ -191,7 +191,7 @@ def test_a_queued_reader_that_misses_its_window_is_told() -> None:
         late = asyncio.create_task(work(arbiter, "probe", "forward", 1.0, reads=both))
         await asyncio.sleep(1)
         await work(arbiter, "actor", "train", 1.0, writes="actor")
-        with pytest.raises(MissedVersion):
+        with pytest.raises(StaleVersion):
             await late
         assert arbiter.is_idle
 
@@ -225,7 +225,7 @@ def test_a_cancelled_holder_waits_until_the_step_of_its_move_has_ended() -> None
             await victim
         assert arbiter.is_idle
         assert arbiter.resident_bytes("gpu") == 0
-        return offloader.log[2:], now()
+        return offloader.log[2:], loop_time()
 
     assert run_virtual(main()) == (["-a begins", "-a ends"], 8.0)
 
@@ -247,7 +247,7 @@ def test_a_move_that_fails_leaves_the_accounts_right() -> None:
 
 def worker_on_one_pool() -> LeaseContext:
     roles = [RoleSpec(name, "pool", {"forward": 0, "train": 0}) for name in ("actor", "critic")]
-    return LeaseContext(Arbiter([PoolSpec("pool")], roles, versions={"actor": 3}), SpanRecorder(clock=now))
+    return LeaseContext(Arbiter([PoolSpec("pool")], roles, versions={"actor": 3}), SpanRecorder(clock=loop_time))
 
 
 def test_a_span_covers_the_work_and_not_the_wait() -> None:
@@ -281,14 +281,14 @@ def test_a_cancelled_turn_keeps_its_lease_until_the_work_elsewhere_has_ended(fai
 
         async def turn() -> None:
             async with worker.turn("actor", "forward", "pass", step=0):
-                await shielded(elsewhere())
+                await await_uncancelled(elsewhere())
 
         first = asyncio.create_task(turn())
         for seconds in (1.0, 2.0):  # the second finds it already cancelled
             await asyncio.sleep(seconds)
             first.cancel()
         async with worker.turn("critic", "forward", "pass", step=0):
-            began_s = now()
+            began_s = loop_time()
         assert first.cancelled()
         return began_s
 

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.config.placement import HEADS, PlacementConfig, ResolvedPlacement, Role, resolve
+from quartet.config.placement import HEADS, PlacementConfig, ResolvedPlacement, Role, resolve_placement
 from quartet.extras.simulation.simulation import (
     Cost,
     CostModel,
@@ -162,7 +162,7 @@ def random_setup(seed: int, kind: str | None = None) -> Setup:
     if seed % 2:
         roles.append(HEADS)
         learning.append(StageCost("train_heads", HEADS, Cost(seed % 5)))
-    placement = resolve(PLACEMENT.validate_python(fragment), {role: role for role in roles})
+    placement = resolve_placement(PLACEMENT.validate_python(fragment), {role: role for role in roles})
     costs = CostModel(
         generation=GenerationCost(
             _cost(draw),
@@ -401,7 +401,7 @@ def test_generation_goes_on_while_the_actor_trains(in_flight: str) -> None:
     )
 
     async def main() -> SimulationResult:
-        placement = resolve(PLACEMENT.validate_python(fragment), roles)
+        placement = resolve_placement(PLACEMENT.validate_python(fragment), roles)
         return await Simulation(costs, placement, prompts_per_step=4, chunk_size=4).run(3)
 
     outcome = run_virtual(main())

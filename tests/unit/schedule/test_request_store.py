@@ -21,7 +21,7 @@ from quartet.config import UserError
 from quartet.config.common import OffloadConfig
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
-from quartet.envs.transcript import EpisodeLimits, Seen, StateError
+from quartet.envs.transcript import EpisodeLimits, ObservedState, StateError
 from quartet.extras.simulation.simulation import Cost, TimedCodec, TimedEngine
 from quartet.rollout.protocol import (
     Completion,
@@ -34,7 +34,7 @@ from quartet.rollout.protocol import (
     SteppedEngine,
 )
 from quartet.rollout.router import Router
-from quartet.schedule.groups import by_group
+from quartet.schedule.groups import split_by_group
 from quartet.schedule.rollout_worker import (
     FinishedRequest,
     PromptRequest,
@@ -46,7 +46,7 @@ from quartet.schedule.rollout_worker import (
 from quartet.schedule.weight_sync import CanarySpec
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.sink import TensorSink
-from quartet.weights.sync import Offer
+from quartet.weights.sync import WeightOffer
 
 
 class Letters:
@@ -111,7 +111,7 @@ def asked(group: str, prompt: str, *lengths: int) -> PromptRequest:
 
 
 def turn(number: int, state: Any, *, rewrites: bool = False, reward: float | None = None, most: int = 2) -> TurnRequest:
-    seen = Seen(Observation(state, rewrites=rewrites), reward)
+    seen = ObservedState(Observation(state, rewrites=rewrites), reward)
     return TurnRequest(f"0.0.{number}", "0.0", seen, SamplingParams(max_new_tokens=most), LIMITS)
 
 
@@ -232,9 +232,8 @@ def test_answers_are_groups_under_their_own_indices(worker: RolloutWorker) -> No
     batch = worker.answers([asked("eval.0", "hi", 3, 1), asked("eval.1", "you", 2)], [4, 2])
     assert batch.ids == ("4.0", "4.1", "2.0") and batch.sequence["group"].tolist() == [4, 4, 2]
     assert [len(ids) for ids in map(batch.token_ids, range(3))] == [5, 3, 5]
-    assert {index: texts(of)[0][: -len(of.objects["completion"][0])] for index, of in by_group(batch).items()} == {
-        4: "hi", 2: "you"
-    }  # fmt: skip
+    prompts = {i: texts(of)[0][: -len(of.objects["completion"][0])] for i, of in split_by_group(batch).items()}
+    assert prompts == {4: "hi", 2: "you"}
     assert not kept(worker)
 
 
@@ -372,7 +371,7 @@ def test_every_engine_sings_and_weights_come_in_a_pause() -> None:
     assert len(probed) == 3
     assert len(set(probed.ids)) == 3
     assert int(probed.token["loss_mask"].sum()) == 9
-    offer = Offer("shared", 1, (), {"sender": "elsewhere"}, 0, 1.0, "here")
+    offer = WeightOffer("shared", 1, (), {"sender": "elsewhere"}, 0, 1.0, "here")
     with pytest.raises(KeyError):  # no trainer is here
         worker.receive_weights(offer, 0)
     assert all(engine.log[-1] == "pause" for engine in engines)

@@ -12,12 +12,12 @@ import pytest
 
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import TrajectoryEnd
-from quartet.cluster.errors import Death, WorkerDied
+from quartet.cluster.errors import WorkerDeath, WorkerDied
 from quartet.config import UserError
 from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
-from quartet.envs.transcript import EpisodeLimits, Seen
+from quartet.envs.transcript import EpisodeLimits, ObservedState
 from quartet.extras.simulation.simulation import Cost, TimedCodec, TimedEngine, TimedModel, logprob_of, run_virtual
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import (
@@ -27,12 +27,12 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
-from quartet.schedule.clock import now, shielded
-from quartet.schedule.groups import AdmissionRule, Group, GroupStream
+from quartet.schedule.clock import await_uncancelled, loop_time
+from quartet.schedule.groups import AdmissionRule, GroupStream, PromptGroup
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout import RolloutDriver
 from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, TurnRequest
 from quartet.schedule.weight_sync import CanarySpec
 from quartet.text.tokenizer import TextCodec
@@ -67,16 +67,16 @@ def of_prompt(name: str, prompt: str, num_samples: int = 1) -> PromptRequest:
 
 
 def first_turn(episode: str, state: str = "1") -> TurnRequest:
-    seen, sampling = Seen(Observation(state, rewrites=True)), SamplingParams(max_new_tokens=50)
+    seen, sampling = ObservedState(Observation(state, rewrites=True)), SamplingParams(max_new_tokens=50)
     return TurnRequest(f"{episode}.0", episode, seen, sampling, EpisodeLimits(1, 100))
 
 
-def versions_of(group: Group) -> list[tuple[int, ...]]:
+def versions_of(group: PromptGroup) -> list[tuple[int, ...]]:
     """Of the tokens of each response."""
     return [versions for versions, _ in responses_of(group)]
 
 
-def responses_of(group: Group) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+def responses_of(group: PromptGroup) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """Versions and log-probabilities of the tokens of each response."""
     batch, index = group.batch, group.batch.sequence_index()
     fields = batch.token["policy_version"], batch.token["rollout_logprobs"]
@@ -137,9 +137,9 @@ class Slow(RoleGroup[Any]):
 
     async def call(self, method: Any, *args: Any) -> Any:
         name = method.__name__
-        await shielded(asyncio.sleep(self.seconds(name)))
+        await await_uncancelled(asyncio.sleep(self.seconds(name)))
         if self.died:
-            raise WorkerDied(Death("rollout", 0, 1, "here", name, "killed"))
+            raise WorkerDied(WorkerDeath("rollout", 0, 1, "here", name, "killed"))
         return getattr(self.host, name)(*args)
 
 
@@ -156,7 +156,7 @@ class Actor(TimedModel):
 
 
 ROLES = ("rollout", "actor", "critic", "reward")
-Steps = list[list[Group]]
+Steps = list[list[PromptGroup]]
 
 
 @dataclass
@@ -195,7 +195,7 @@ class World:
             )
             for engine in self.engines
         ]
-        self.recorder = SpanRecorder(clock=now)
+        self.recorder = SpanRecorder(clock=loop_time)
         modes: dict[str, Any] = {"rollout": {"generate": 0}, "reward": {"forward": 0}}
         trained = {"forward": 0, "train": 0}
         self.arbiter = Arbiter(
@@ -204,7 +204,7 @@ class World:
             versions={"actor": 0, "critic": 0, "rollout": 0},
         )
         self.worker = LeaseContext(self.arbiter, self.recorder)
-        self.rollout = Rollout(
+        self.rollout = RolloutDriver(
             self.worker,
             self.handles,
             self.requests,
@@ -262,7 +262,7 @@ class World:
             await self.rollout.close()
         return self.steps
 
-    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
+    def _collect(self, step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk:
         if index == 0:
             self.steps.append([])
         self.steps[-1] += groups
@@ -410,7 +410,7 @@ def test_engines_work_side_by_side_and_a_group_stays_together(num_engines: int) 
             engine.max_running = 4
         await asyncio.gather(*(world.rollout.generate(index) for index in range(6)))
         of = [{int(i.split(".")[0]) for kind, ids in e.log if kind == "submit" for i in ids} for e in world.engines]
-        return now(), of
+        return loop_time(), of
 
     seconds, of = run_virtual(main())
     assert of == [set(range(e, 6, num_engines)) for e in range(num_engines)]
@@ -429,7 +429,7 @@ def test_what_an_engine_refuses_or_computes_wrongly_reaches_those_who_asked() ->
             return_exceptions=True,
         )
         group, refused, refused_turn, failed = found
-        assert isinstance(group, Group) and len(group.batch) == 2
+        assert isinstance(group, PromptGroup) and len(group.batch) == 2
         assert isinstance(refused, UserError) and refused.found == "9.0"
         assert isinstance(refused_turn, UserError) and refused_turn.found == "x.0"
         assert isinstance(failed, GenerationError) and failed.request_ids == ("3.1",)
@@ -507,7 +507,7 @@ def test_the_actor_trains_on_no_sooner_than_its_weights_were_compared() -> None:
         for version in (1, 2):
             await world.rollout.publish(version)
         await training
-        return world.actor.heard, now()
+        return world.actor.heard, loop_time()
 
     heard, _ = run_virtual(main())
     assert heard == [1, 2]
@@ -529,6 +529,6 @@ def test_groups_that_are_no_longer_asked_for_are_not_waited_for() -> None:
                 ("step", 1),
                 ("step", 1),
             ]
-        return now()
+        return loop_time()
 
     assert run_virtual(main()) < 6.0

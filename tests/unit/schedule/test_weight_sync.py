@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quartet.cluster.errors import Death, WorkerDied
+from quartet.cluster.errors import WorkerDeath, WorkerDied
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig, TrainConfig
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.engine import NativeEngine, own_copy
+from quartet.rollout.engine import NativeEngine, copy_packed_model
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.weight_sync import (
@@ -30,7 +30,7 @@ from quartet.schedule.weight_sync import (
 )
 from quartet.train.engine import TrainEngine
 from quartet.weights.manifest import WeightsUnusable, WeightSyncError, WeightSyncTimeout
-from quartet.weights.sync import Endpoint, Offer, choose_transport
+from quartet.weights.sync import SyncEndpoint, WeightOffer, choose_transport
 
 LORA = LoRAConfig(rank=2, alpha=4)
 
@@ -55,7 +55,7 @@ class Elsewhere:
 
     async def call(self, method: Any, *args: Any) -> Any:
         result = await asyncio.to_thread(getattr(self.host, method.__name__), *args)
-        if isinstance(result, Endpoint):
+        if isinstance(result, SyncEndpoint):
             return replace(result, pid=(os.getppid(), 1)[self.number], machine=result.machine + self.machine)
         return result
 
@@ -65,7 +65,7 @@ class Pretending(LocalGroup[Any]):
 
     async def call(self, method: Any, *args: Any) -> Any:  # type: ignore[override]
         result = await super().call(method, *args)
-        return replace(result, pid=1) if isinstance(result, Endpoint) else result
+        return replace(result, pid=1) if isinstance(result, SyncEndpoint) else result
 
 
 def model(precision: Any = "fp32", lora: LoRAConfig | None = None) -> PackedCausalLM:
@@ -121,7 +121,7 @@ def make() -> Iterator[Make]:
 
     def cast(num_engines: int = 1, *, here: bool, precision: Any = "fp32", lora: LoRAConfig | None = None) -> Cast:
         packed = model(precision, lora)
-        engines = [NativeEngine(own_copy(packed), owns_weights=True) for _ in range(num_engines)]
+        engines = [NativeEngine(copy_packed_model(packed), owns_weights=True) for _ in range(num_engines)]
         hosts = [EngineHost(engine) for engine in engines]
         handles: list[Any] = [LocalGroup(h) if here else Elsewhere(h, i) for i, h in enumerate(hosts)]
         made.append(Cast(packed, engines, LocalGroup(TrainerHost(trainer_of(packed, lora))), hosts, handles))
@@ -189,7 +189,7 @@ def test_one_engine_of_this_process_hears_a_trainer_of_another(make: Make) -> No
 
 # How the ends are reached ---------------------------------------------------------------------------------
 
-TRAINER = Endpoint("m", 1, "10.0.0.1", "cpu")
+TRAINER = SyncEndpoint("m", 1, "10.0.0.1", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ TRAINER = Endpoint("m", 1, "10.0.0.1", "cpu")
         (replace(TRAINER, device="G1"), [replace(TRAINER, machine="n", device="G1")], "collective"),
     ],
 )
-def test_the_nearest_way_that_leads_to_all(trainer: Endpoint, engines: list[Endpoint], expected: str) -> None:
+def test_the_nearest_way_that_leads_to_all(trainer: SyncEndpoint, engines: list[SyncEndpoint], expected: str) -> None:
     assert choose_transport(trainer, engines) == expected
 
 
@@ -260,7 +260,7 @@ def test_a_call_that_never_ends_keeps_no_other(make: Make, monkeypatch: pytest.M
 
 def test_a_dead_worker_is_the_cause(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cast = make(2, here=False)
-    death = WorkerDied(Death("rollout", 1, 4, "h", "on", "killed"))
+    death = WorkerDied(WorkerDeath("rollout", 1, 4, "h", "on", "killed"))
 
     @dataclass(frozen=True)
     class Dying:
@@ -309,7 +309,7 @@ def test_an_offer_that_is_not_followed_up_takes_nothing(make: Make) -> None:
     cast = make(here=False)
     sync(cast, 1, transport="shared_memory")
 
-    async def late(offered: list[Offer]) -> WeightSyncError:
+    async def late(offered: list[WeightOffer]) -> WeightSyncError:
         offered.append(await cast.trainer.call(WeightSenderMixin.offer_weights, 2))
         found = await asyncio.wait_for(cast.handles[0].call(WeightReceiverMixin.receive_weights, offered[0], 0), 10)
         assert isinstance(found, WeightSyncError)
@@ -317,7 +317,7 @@ def test_an_offer_that_is_not_followed_up_takes_nothing(make: Make) -> None:
 
     cast.trainer.worker.weight_sender._timeout_s = 0.4
     kept = answers(cast.engines[0])
-    offered: list[Offer] = []
+    offered: list[WeightOffer] = []
     assert isinstance(asyncio.run(late(offered)), WeightSyncTimeout)
     assert answers(cast.engines[0]) == kept
     train(cast.packed, 3)

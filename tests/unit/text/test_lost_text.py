@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
 from quartet.data.datasets import JudgedData, PreferenceData, SFTData, TokenLimit
-from quartet.data.fields import Reading
-from quartet.data.formats import NothingLeft, demonstrations, judgements, preferences
-from quartet.data.readers import Row, iter_rows
+from quartet.data.fields import ReadOptions
+from quartet.data.formats import NoRowsLeft, demonstrations, judgements, preferences
+from quartet.data.readers import DataRow, iter_rows
 from quartet.text.tokenizer import TextCodec
 
 Build = Callable[..., PreTrainedTokenizerFast]
@@ -64,8 +64,8 @@ def call(arguments: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": tool_calls, **more}
 
 
-def rows(*values: dict[str, Any]) -> list[Row]:
-    return [Row(value, "f.jsonl", n) for n, value in enumerate(values, start=1)]
+def rows(*values: dict[str, Any]) -> list[DataRow]:
+    return [DataRow(value, "f.jsonl", n) for n, value in enumerate(values, start=1)]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def codec_of(byte_level: Build) -> Callable[[str], TextCodec]:
 
 
 def sft(codec: TextCodec, *values: dict[str, Any], **how: Any) -> SFTData:
-    return SFTData.build(demonstrations(rows(*values), Reading(**how)), codec, LIMIT)
+    return SFTData.build(demonstrations(rows(*values), ReadOptions(**how)), codec, LIMIT)
 
 
 def pairs(codec: TextCodec, *values: dict[str, Any]) -> PreferenceData:
@@ -144,7 +144,7 @@ def test_an_answer_with_an_end_in_its_middle_is_left_out(codec_of: Any) -> None:
     assert len(data) == 1
     (note,) = data.warnings
     assert note.startswith("2 rows left out: an answer holds the end-of-text token") and "f.jsonl:2, 3" in note
-    with pytest.raises(NothingLeft, match="no row is left"):
+    with pytest.raises(NoRowsLeft, match="no row is left"):
         pairs(codec, {"prompt": [ASK], "chosen": "yes", "rejected": torn})
     asked = sft(codec, {"messages": [{**ASK, "content": f"What does {END} do?"}, YES]})
     assert learned(codec, asked.items[0]) == f"It is 4.{END}"

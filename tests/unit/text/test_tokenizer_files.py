@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from quartet.config import UserError
-from quartet.text.loading import PROBE_TEXTS, differing_text, load_tokenizer, save_tokenizer
+from quartet.text.loading import PROBE_TEXTS, find_tokenizer_difference, load_tokenizer, save_tokenizer
 from quartet.text.tokenizer import TextCodec
 
 TEXTS = [*PROBE_TEXTS, "<s> x</s> y", " Once upon", "  \n a\n\n b", "x <pad>y"]
@@ -108,7 +108,7 @@ def test_an_object_with_rules_of_its_own_is_saved_with_them(directory, tmp_path)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     LlamaConfig(vocab_size=320).save_pretrained(tmp_path / "saved")
     assert save_tokenizer(tokenizer, tmp_path / "saved") is None
-    assert differing_text(tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")) is None
+    assert find_tokenizer_difference(tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")) is None
 
 
 def test_a_model_kind_with_one_class_for_all_says_so(directory, tmp_path):
@@ -120,7 +120,7 @@ def test_a_model_kind_with_one_class_for_all_says_so(directory, tmp_path):
     assert [loaded(text)["input_ids"] for text in TEXTS] == _expected(path)
     warning = save_tokenizer(loaded, saved)
     assert warning is not None and "Qwen2Tokenizer" in warning and "PreTrainedTokenizerFast" in warning
-    assert differing_text(loaded, PreTrainedTokenizerFast.from_pretrained(saved)) is None
+    assert find_tokenizer_difference(loaded, PreTrainedTokenizerFast.from_pretrained(saved)) is None
     again = load_tokenizer(saved)
     assert [again(text)["input_ids"] for text in TEXTS] == _expected(path)
 

@@ -15,18 +15,18 @@ from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.train import checkpoint
 from quartet.train.checkpoint import (
-    Share,
+    CheckpointShare,
     ShareWriter,
     begin_checkpoint,
     checkpoint_path,
     complete_checkpoint,
-    discard,
+    delete_path,
     list_checkpoints,
     newest_checkpoint,
     write_share,
 )
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
-from quartet.train.state import snapshot
+from quartet.train.state import copy_to_host
 
 
 def save(root, step, *, actor=None, info=None, keep=5):
@@ -37,7 +37,7 @@ def save(root, step, *, actor=None, info=None, keep=5):
         writer.begin(draft / "actor", actor or {"rest": {}}, background=False)
         return complete_checkpoint(draft, info or {}, {"actor": writer.finish(draft / "actor")}, keep=keep)
     except Exception:
-        discard(draft)
+        delete_path(draft)
         raise
 
 
@@ -57,7 +57,7 @@ def _intact(root: Path, step: int) -> bool:
     found = newest_checkpoint(root)
     for path in aside:
         path.rename(path.with_name(path.name[1:]))
-    state = Share(found.path / "actor").state()
+    state = CheckpointShare(found.path / "actor").state()
     return (
         found.step == step
         and not found.warnings
@@ -91,7 +91,7 @@ def test_the_same_step_again_replaces(tmp_path):
     save(tmp_path, 3, info={"cursor": 0})
     found = newest_checkpoint(tmp_path)
     assert found.info == {"step": 3, "cursor": 0}
-    assert Share(found.path / "actor").state() == {"rest": {}}
+    assert CheckpointShare(found.path / "actor").state() == {"rest": {}}
     assert _names(tmp_path) == ["step_00000003"]
 
 
@@ -190,7 +190,7 @@ def test_killed_while_saving(where, tmp_path, monkeypatch):
 
 
 def load(engine, directory):
-    share = Share(directory)
+    share = CheckpointShare(directory)
     with engine.loading(share.shapes, share.rest()) as live:
         share.read_into(live)
 
@@ -246,7 +246,7 @@ def test_an_untrained_engine_can_be_saved(tmp_path, batch, make_engine, weights)
 def test_a_snapshot_does_not_follow_its_state():
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     state = {"tensors": (weight, weight.detach()[0]), "numbers": [1, {"deep": None}], "empty": torch.zeros(0)}
-    copied = snapshot(state)
+    copied = copy_to_host(state)
     with torch.no_grad():
         weight.fill_(1.0)
     state["numbers"][1]["deep"] = "changed"

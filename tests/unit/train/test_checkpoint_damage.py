@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.observe.files import seal, unseal
+from quartet.observe.files import seal_json, unseal_json
 from quartet.train import checkpoint
 from quartet.train.checkpoint import (
-    Share,
+    CheckpointShare,
     begin_checkpoint,
     claimed_steps,
     complete_checkpoint,
     join_metadata,
     newest_checkpoint,
-    prune,
+    prune_checkpoints,
     write_share,
 )
 
@@ -85,7 +85,7 @@ def is_as_saved(root: Path, step: int) -> bool:
     assert found is not None
     assert found.step == step
     for share in SHARES:
-        read, expected = Share(found.path / share).state(), state(step, share)
+        read, expected = CheckpointShare(found.path / share).state(), state(step, share)
         assert read.pop("rest") == expected.pop("rest") and read.keys() == expected.keys()
         assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
     return found.info == {"step": step, "kl_coef": 0.1 * step, "stream": {"next": 8 * step}}
@@ -114,7 +114,7 @@ def flipped(fraction: float, bit: int) -> Callable[[bytes], bytes]:
 
 def resealed(**changes: Any) -> Damage:
     """A manifest changed by somebody who writes a digest that fits."""
-    return on_file("manifest.json", lambda data: seal({**unseal(data), **changes}))
+    return on_file("manifest.json", lambda data: seal_json({**unseal_json(data), **changes}))
 
 
 def in_place_of(name: str, make: Callable[[Path], object]) -> Damage:
@@ -207,7 +207,7 @@ def test_the_metadata_of_a_rank_is_not_unpickled_unless_it_is_what_the_rank_wrot
     (other,) = (tmp_path / "actor" / name for name in files if name.endswith(".metadata") and name != ".metadata")
     before = other.read_bytes()
     other.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    with pytest.raises(checkpoint.Damage, match="is not what its rank has written"):
+    with pytest.raises(checkpoint.CheckpointDamage, match="is not what its rank has written"):
         join_metadata(tmp_path / "actor", files)
     other.write_bytes(before)
     assert other.name not in join_metadata(tmp_path / "actor", files)
@@ -250,7 +250,7 @@ def test_what_cannot_be_loaded_although_it_is_whole_is_no_damage(root: Path, mon
 
     monkeypatch.setattr(checkpoint.torch, "load", fail)
     with pytest.raises(UserError, match="cannot be loaded") as caught:
-        Share(root / NEW / "actor").rest()
+        CheckpointShare(root / NEW / "actor").rest()
     assert "allocate" in caught.value.found and NEW in caught.value.problem
 
 
@@ -273,12 +273,12 @@ def test_keep_holds_after_a_kill_between_rename_and_deletion(root: Path, monkeyp
         raise Killed
 
     with monkeypatch.context() as killing:
-        killing.setattr(checkpoint, "prune", kill)
+        killing.setattr(checkpoint, "prune_checkpoints", kill)
         with pytest.raises(Killed):
             save(root, 6, keep=1)
     assert claimed_steps(root) == [2, 4, 6]
     (root / ".draft_00000008_1").mkdir()
-    prune(root, 1)
+    prune_checkpoints(root, 1)
     assert os.listdir(root) == ["step_00000006"]
 
 

@@ -14,7 +14,7 @@ from quartet.config.common import TrainConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.files import digest_files
 from quartet.schedule.model_worker import TrainWorker
-from quartet.train.checkpoint import Share, ShareWriter, write_share
+from quartet.train.checkpoint import CheckpointShare, ShareWriter, write_share
 from quartet.train.engine import TrainEngine
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
@@ -45,7 +45,7 @@ def test_every_bit_comes_back_into_the_tensors_that_are_there(tmp_path: Path) ->
     saved = state()
     written = write_share(tmp_path / "share", saved)
     assert written == digest_files(tmp_path / "share") and written.keys() == {".metadata", "__0_0.distcp"}
-    share = Share(tmp_path / "share")
+    share = CheckpointShare(tmp_path / "share")
     live = {name: torch.empty_like(value) for name, value in saved.items() if name != "rest"}
     share.read_into(live)
     assert share.rest() == saved["rest"]
@@ -73,7 +73,7 @@ def test_nothing_but_plain_values_is_made_of_the_rest(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     write_share(tmp_path / "other", {"rest": {"x": Evil()}})
     with pytest.raises(UserError, match="cannot be loaded"):
-        Share(tmp_path / "other").rest()
+        CheckpointShare(tmp_path / "other").rest()
     assert not Path("evil").exists()
 
 
@@ -86,7 +86,7 @@ def test_a_share_is_asked_for_without_waiting(tmp_path: Path) -> None:
     writer.begin(tmp_path / "next", {"model.weight": weight, "rest": {}}, background=False)
     assert writer.finish(tmp_path / "next") == digest_files(tmp_path / "next")
     assert writer.finish(tmp_path / "share") == {}
-    values = [Share(tmp_path / name).state()["model.weight"].tolist() for name in ("share", "next")]
+    values = [CheckpointShare(tmp_path / name).state()["model.weight"].tolist() for name in ("share", "next")]
     assert values == [[0.0] * 3, [1.0] * 3]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from quartet.config import UserError
 from quartet.train import offload
-from quartet.train.offload import MappedFiles, PinnedMemory
+from quartet.train.offload import MappedFileStore, PinnedMemoryStore
 
 
 class Runtime:
@@ -58,7 +58,7 @@ SIZES = [1, 64, 65, 4096, 100_000, 4]
 
 
 def test_mapped_files_have_no_name(tmp_path):
-    store = MappedFiles(tmp_path / "below" / "away")
+    store = MappedFileStore(tmp_path / "below" / "away")
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     tensors = store.allocate(SIZES)
@@ -82,15 +82,15 @@ def test_mapped_files_say_when_there_is_no_room(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UserError, match=r"0\.1 MiB(.|\n)*No space left"):
-        MappedFiles(tmp_path).allocate(SIZES)
+        MappedFileStore(tmp_path).allocate(SIZES)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="no room"):
-        MappedFiles(tmp_path / "file").allocate(SIZES)
+        MappedFileStore(tmp_path / "file").allocate(SIZES)
 
 
 def test_pinned_memory_is_exact_and_unpinned_with_its_last_tensor(runtime):
-    tensors = PinnedMemory().allocate(SIZES)
+    tensors = PinnedMemoryStore().allocate(SIZES)
     check_tensors(tensors, SIZES)
     (address,) = runtime.pinned
     assert address == tensors[0].data_ptr() and address % 4096 == 0
@@ -107,5 +107,5 @@ def test_pinned_memory_is_exact_and_unpinned_with_its_last_tensor(runtime):
 def test_pinned_memory_that_is_refused_is_given_back(runtime):
     runtime.code = 2
     with pytest.raises(UserError, match=r"cudaHostRegister gave error 2(.|\n)*ulimit"):
-        PinnedMemory().allocate(SIZES)
+        PinnedMemoryStore().allocate(SIZES)
     assert not runtime.pinned

@@ -11,8 +11,8 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO
-from quartet.models.memory import note_derived
-from quartet.train.forward import Needs
+from quartet.models.memory import register_derived
+from quartet.train.forward import ForwardNeeds
 from quartet.train.objectives import PolicyObjective, SFTObjective
 from train_fixtures import load_state
 
@@ -62,12 +62,12 @@ def test_what_the_update_makes_stale_is_gone_before_its_first_pass(batch, make_e
     engine, another = make_engine(), make_engine()
     derived, ended, of_another = Derived(), Derived(), Derived()
     for model, held in ((engine, derived), (engine, ended), (another, of_another)):
-        note_derived(model.packed.model, held)
+        register_derived(model.packed.model, held)
     ended = weakref.ref(ended)
     assert ended() is None
     hidden, seen = engine.packed.hidden, []
     monkeypatch.setattr(engine.packed, "hidden", lambda *args: seen.append(derived.dropped) or hidden(*args))
-    engine.forward(batch, Needs(logprobs=True))
+    engine.forward(batch, ForwardNeeds(logprobs=True))
     assert set(seen) == {0}, "a forward pass changes no weight"
     for number in (1, 2):
         seen.clear()
@@ -119,7 +119,7 @@ def test_in_the_backward(batch, make_engine, weights):
 def test_forward_passes_shrink_their_own_budget(batch, make_engine, monkeypatch):
     engine = make_engine(dtype=torch.float32, forward_token_budget=30)
     _fail_at(engine.packed, monkeypatch, {1}, _accelerator)
-    needs = Needs(logprobs=True, entropies=True)
+    needs = ForwardNeeds(logprobs=True, entropies=True)
     columns = engine.forward(batch, needs)
     assert engine.num_oom == 1
     assert engine.forward_budget.tokens <= 15 and engine.budget.tokens == engine.config.token_budget
@@ -195,7 +195,7 @@ def test_peak_memory_grows_by_columns_alone(kind, most, batch, make_engine):
         engine.train_step(data, objective)
         runs = {
             "train": lambda e=engine, d=data, o=objective: e.train_step(d, o),
-            "forward": lambda e=engine, d=data: e.forward(d, Needs(logprobs=True, entropies=True)),
+            "forward": lambda e=engine, d=data: e.forward(d, ForwardNeeds(logprobs=True, entropies=True)),
         }
         peaks.append(_peak_bytes(runs[kind]))
         tokens.append(data.num_tokens)
@@ -215,6 +215,6 @@ def test_only_rows_with_a_label_reach_the_head(share, batch, make_engine, monkey
 
     monkeypatch.setattr(engine.packed, "token_logprobs", spy)
     engine.train_step(batch, SFTObjective())
-    engine.forward(batch, Needs(logprobs=True))
+    engine.forward(batch, ForwardNeeds(logprobs=True))
     expected = int(batch.token["loss_mask"].sum())
     assert rows == [expected, expected] and expected < batch.num_tokens

@@ -17,10 +17,10 @@ from quartet.config.algorithms import PPO
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs, forward_only
+from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import SFTObjective, ValueObjective
-from quartet.train.offload import PARTS, MappedFiles, Offload
-from quartet.train.state import snapshot
+from quartet.train.offload import PARTS, MappedFileStore, Offload
+from quartet.train.state import copy_to_host
 from train_fixtures import load_state
 
 KINDS = ("causal", "scalar", "lora", "tied")
@@ -71,7 +71,7 @@ def frozen(make_model):
 
 @pytest.fixture
 def files(tmp_path):
-    return MappedFiles(tmp_path / "away")
+    return MappedFileStore(tmp_path / "away")
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def objective_for(engine):
 
 def needs_for(engine):
     is_scalar = isinstance(engine.packed, PackedScalarModel)
-    return Needs(logprobs=not is_scalar, entropies=not is_scalar, values=is_scalar, mask="action_mask")
+    return ForwardNeeds(logprobs=not is_scalar, entropies=not is_scalar, values=is_scalar, mask="action_mask")
 
 
 def assert_same(found, expected, at=""):
@@ -134,9 +134,9 @@ def test_any_order_of_movements_and_work_leaves_the_bits_of_work_alone(seed, bui
     draw = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     plain, moved = build(kind), build(kind)
-    offload = moved.offloading(Memory() if seed % 3 else MappedFiles(tmp_path))
+    offload = moved.offloading(Memory() if seed % 3 else MappedFileStore(tmp_path))
     tensors = {id(p): p for p in moved.packed.model.parameters()}
-    away, saved = set(), [snapshot(plain.state())]
+    away, saved = set(), [copy_to_host(plain.state())]
     for _ in range(30):
         action = draw.choice(["offload", "onload", "onload", "forward", "train", "train", "state", "load"])
         parts = draw.sample(PARTS, draw.randint(0, 3))
@@ -160,7 +160,7 @@ def test_any_order_of_movements_and_work_leaves_the_bits_of_work_alone(seed, bui
         elif action == "state":
             assert_same(moved.state(), plain.state())
             assert_same(dict(moved.weights()), dict(plain.weights()))
-            saved.append(snapshot(moved.state()))
+            saved.append(copy_to_host(moved.state()))
         else:
             state = draw.choice(saved)
             for engine in (plain, moved):
@@ -427,7 +427,7 @@ def test_passes_on_what_is_away_name_it(build, frozen, data, files):
     engine = build("causal")
     engine.offloading(files)
     engine.offloading().offload(["grads", "optimizer"])
-    engine.forward(data, Needs(logprobs=True))
+    engine.forward(data, ForwardNeeds(logprobs=True))
     with pytest.raises(RuntimeError, match="grads, optimizer of LlamaForCausalLM are offloaded"):
         engine.train_step(data, SFTObjective())
     engine.offloading().onload(["grads"])
@@ -435,26 +435,26 @@ def test_passes_on_what_is_away_name_it(build, frozen, data, files):
         engine.train_step(data, SFTObjective())
     engine.offloading().offload(["params"])
     with pytest.raises(RuntimeError, match=r"^params of LlamaForCausalLM"):
-        engine.forward(data, Needs(logprobs=True))
+        engine.forward(data, ForwardNeeds(logprobs=True))
     offload = Offload(frozen, files)
-    before = forward_only(frozen, data, Needs(logprobs=True), 1000)
+    before = forward_only(frozen, data, ForwardNeeds(logprobs=True), 1000)
     offload.offload()
     for run in (
-        lambda: forward_only(frozen, data, Needs(logprobs=True), 1000),
+        lambda: forward_only(frozen, data, ForwardNeeds(logprobs=True), 1000),
         lambda: frozen.model(torch.zeros(1, 3, dtype=torch.long)),
     ):
         with pytest.raises(RuntimeError, match=r"params of .* offloaded"):
             run()
     offload.onload()
-    assert_same(dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token), dict(before.token))
+    assert_same(dict(forward_only(frozen, data, ForwardNeeds(logprobs=True), 1000).token), dict(before.token))
 
 
 def test_a_released_model_computes(frozen, data, files):
-    expected = dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token)
+    expected = dict(forward_only(frozen, data, ForwardNeeds(logprobs=True), 1000).token)
     offload = Offload(frozen, files)
     offload.offload()
     away = {parameter.data_ptr() for parameter in frozen.model.parameters()}
     offload.release()
     assert away.isdisjoint(parameter.data_ptr() for parameter in frozen.model.parameters())
-    assert_same(dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token), expected)
+    assert_same(dict(forward_only(frozen, data, ForwardNeeds(logprobs=True), 1000).token), expected)
     Offload(frozen, files).offload()

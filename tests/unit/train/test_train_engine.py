@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from quartet.batch.ragged import join
+from quartet.batch.ragged import join_columns
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, RLOO
-from quartet.train.forward import Needs, forward_only
+from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import PairwiseObjective, PolicyObjective, SFTObjective, ValueObjective
 
 
@@ -23,7 +23,7 @@ def _policy(is_first=True):
 
 @pytest.mark.parametrize("forward_token_budget", [13, 30, 10_000])
 def test_columns_do_not_depend_on_the_budget(forward_token_budget, batch, make_engine, same):
-    needs = Needs(logprobs=True, entropies=True, temperature=0.8)
+    needs = ForwardNeeds(logprobs=True, entropies=True, temperature=0.8)
     whole = make_engine().forward(batch, needs)
     cut = make_engine(forward_token_budget=forward_token_budget, logprob_chunk=2).forward(batch, needs)
     assert cut.ids == batch.ids
@@ -32,12 +32,12 @@ def test_columns_do_not_depend_on_the_budget(forward_token_budget, batch, make_e
     assert not bool(cut.token["logprobs"][outside].any() or cut.token["entropies"][outside].any())
     assert bool((cut.token["logprobs"][~outside] < 0).all())
     assert not any(values.requires_grad for values in cut.token.values())
-    assert join(batch, cut).token["logprobs"] is cut.token["logprobs"]
+    assert join_columns(batch, cut).token["logprobs"] is cut.token["logprobs"]
 
 
 def test_columns_follow_the_sequences(batch, make_engine, same):
     """Each sequence alone has, at its leaf, what the whole batch has there."""
-    needs = Needs(values=True, scores=True, mask="action_mask")
+    needs = ForwardNeeds(values=True, scores=True, mask="action_mask")
     engine = make_engine("scalar", forward_token_budget=20)
     whole = engine.forward(batch, needs)
     for s in range(len(batch)):
@@ -110,7 +110,7 @@ def test_prompts_are_computed_once_where_allowed(options, shared, batch, make_en
 
     monkeypatch.setattr(engine.packed, "hidden", spy)
     engine.train_step(batch, SFTObjective())
-    engine.forward(batch, Needs(logprobs=True))
+    engine.forward(batch, ForwardNeeds(logprobs=True))
     expected = batch.num_tokens if shared else sum(batch.sequence_lengths())
     assert tokens == [expected, expected]
     assert batch.num_tokens < sum(batch.sequence_lengths())
@@ -218,7 +218,7 @@ def test_a_sequence_over_the_budget_is_named(batch, make_engine, weights):
     before = weights(engine)
     for call in (
         lambda: engine.train_step(batch, SFTObjective()),
-        lambda: engine.forward(batch, Needs(logprobs=True)),
+        lambda: engine.forward(batch, ForwardNeeds(logprobs=True)),
     ):
         with pytest.raises(UserError) as raised:
             call()

@@ -23,7 +23,7 @@ from quartet.config.algorithms import (
     RejectionConfig,
 )
 from quartet.schedule.iteration import Chunk
-from quartet.trainers.experience import Assembler, Experience
+from quartet.trainers.experience import Experience, ExperienceAssembler
 
 NAN = float("nan")
 NO_KL = KLConfig(coef=0.0)
@@ -69,7 +69,7 @@ def assemble(
     weights: Mapping[str, float] | None = None,
     shuffle: Callable[[int, int], Tensor] | None = None,
 ) -> Experience:
-    return Assembler(config, weights or {"score": 1.0}, lambda: config.kl.coef, shuffle)(chunks)
+    return ExperienceAssembler(config, weights or {"score": 1.0}, lambda: config.kl.coef, shuffle)(chunks)
 
 
 def actions(experience: Experience, name: str) -> list[float]:
@@ -161,8 +161,8 @@ def test_tokens_are_told_apart_over_the_whole_step_however_it_was_cut() -> None:
     config = GRPO(normalise_std=False, policy_loss=ClipCovLoss(clip_cov_ratio=0.2, clip_cov_lb=0.0, clip_cov_ub=4.0))
     weights, chosen = {"score": 1.0}, set()
     for seed in range(20):
-        found = actions(Assembler(config, weights, lambda: 0.0, seed=seed)(chunks), "high_covariance")
-        assert found == actions(Assembler(config, weights, lambda: 0.0, seed=seed)(chunks), "high_covariance")
+        found = actions(ExperienceAssembler(config, weights, lambda: 0.0, seed=seed)(chunks), "high_covariance")
+        assert found == actions(ExperienceAssembler(config, weights, lambda: 0.0, seed=seed)(chunks), "high_covariance")
         assert sum(found) == 1
         chosen.add(found.index(True))
     assert chosen == {1, 2, 4, 5}, "those with a covariance of 0.75, 0.75, 3.75 and 1.25"

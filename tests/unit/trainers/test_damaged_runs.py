@@ -23,10 +23,10 @@ from quartet.config.yamls import parse_yaml
 from quartet.observe import files
 from quartet.observe.files import read_rows
 from quartet.observe.progress import Progress
-from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
+from quartet.observe.rollouts import RolloutRecord, read_rollout_step, rollouts_path, write_rollout_step
 from quartet.trainers.evaluation_metrics import read_answers
 from quartet.trainers.run import RunDirectory
-from quartet.trainers.run_files import changed_keys, completed, write_models
+from quartet.trainers.run_files import changed_keys, completed_stage, write_models
 from quartet.trainers.supervised import SFTTrainer
 from saved_states import save, saved
 
@@ -191,7 +191,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for done in (1, 2):
             with run.recorder.span("update", step=done - 1, role="actor", tokens=7):
                 pass
-            write_step(path / "rollouts", done, [record(done)])
+            write_rollout_step(path / "rollouts", done, [record(done)])
             run.tracker.log(done, {"loss/sft": 0.5 / done})
             save(run, done, {"x": done}, {"metrics": {}})
         run.finish({"job": "sft", "stages": [{"name": "sft", "seconds": 1.5, "metrics": {"loss/sft": 0.25}}]})
@@ -278,7 +278,7 @@ def test_a_flipped_bit_in_a_rollout_file_is_told_or_harmless(number: int, small:
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
     try:
-        found = read_step(small / "rollouts", 1)
+        found = read_rollout_step(small / "rollouts", 1)
     except UserError:
         return
     assert found == [record(1)]
@@ -302,11 +302,11 @@ def stage(tmp_path: Path) -> Path:
 
 def test_a_complete_stage_is_not_run_again(stage: Path) -> None:
     (stage / "model" / "README.md").write_text("mine")
-    assert completed(stage, pytest.fail) == STAGE
+    assert completed_stage(stage, pytest.fail) == STAGE
     (stage / "models.json").unlink()
-    assert completed(stage, pytest.fail) == STAGE, "an earlier version's"
+    assert completed_stage(stage, pytest.fail) == STAGE, "an earlier version's"
     (stage / "summary.json").unlink()
-    assert completed(stage, pytest.fail) is None
+    assert completed_stage(stage, pytest.fail) is None
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_a_complete_stage_is_not_run_again(stage: Path) -> None:
 def test_a_stage_that_is_not_as_it_left_itself_writes_its_files_anew(name: str, content: bytes, stage: Path) -> None:
     (stage / name).write_bytes(content)
     told: list[str] = []
-    assert completed(stage, told.append) is None
+    assert completed_stage(stage, told.append) is None
     assert name == "summary.json" or (len(told) == 1 and name in told[0])
 
 

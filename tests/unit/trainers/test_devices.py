@@ -18,9 +18,9 @@ from quartet.trainers.devices import (
     CPU,
     FrozenModels,
     compute_device,
-    find_device,
-    precision_on,
-    resolved,
+    resolve_device,
+    resolve_precision,
+    resolved_settings,
     worker_device,
 )
 from quartet.trainers.run import RunDirectory
@@ -46,12 +46,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("asked", "expected"), [("auto", "cuda:0"), ("cpu", "cpu"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")]
 )
 def test_a_name_stands_for_a_device(asked: str, expected: str, two_gpus: None) -> None:
-    assert str(find_device(asked)) == expected
+    assert str(resolve_device(asked)) == expected
 
 
 def test_a_number_that_is_not_there_is_refused_with_those_that_are(two_gpus: None) -> None:
     with pytest.raises(UserError, match=r"no device cuda:7\n  found: cuda:0 \(GPU of 0\), cuda:1 \(GPU of 1\)"):
-        find_device("cuda:7")
+        resolve_device("cuda:7")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7"])
@@ -63,10 +63,10 @@ def test_without_a_gpu_nothing_is_loaded(device: str, no_gpu: None, tmp_path: Pa
 
 
 def test_precision_is_that_of_the_device(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [precision_on(GPU, asked) for asked in ("auto", "fp32", "bf16")] == ["bf16", "fp32", "bf16"]
-    assert [precision_on(CPU, asked) for asked in ("auto", "fp32", "bf16")] == ["fp32", "fp32", "bf16"]
+    assert [resolve_precision(GPU, asked) for asked in ("auto", "fp32", "bf16")] == ["bf16", "fp32", "bf16"]
+    assert [resolve_precision(CPU, asked) for asked in ("auto", "fp32", "bf16")] == ["fp32", "fp32", "bf16"]
     monkeypatch.setattr("quartet.trainers.devices._has_bf16", lambda device: False)
-    assert precision_on(GPU, "auto") == "fp32"
+    assert resolve_precision(GPU, "auto") == "fp32"
 
 
 def test_an_object_stays_where_it_lies_unless_a_device_is_named(two_gpus: None, causal_lm: Any) -> None:
@@ -120,17 +120,17 @@ def test_workers_have_what_ray_grants_them(two_gpus: None) -> None:
 
 
 def test_what_auto_stood_for_is_recorded(two_gpus: None) -> None:
-    assert resolved(SFTRecipe(), GPU) == {
+    assert resolved_settings(SFTRecipe(), GPU) == {
         "device": "cuda:1",
         "gpu": "GPU of cuda:1",
         "train.precision": "bf16",
     }
-    assert resolved(EvalRecipe(), CPU) == {"device": "cpu", "precision": "fp32"}
+    assert resolved_settings(EvalRecipe(), CPU) == {"device": "cpu", "precision": "fp32"}
 
 
 def directory(path: Path, device: torch.device = CPU, *, resume: bool = False, **train: Any) -> RunDirectory:
     recipe = SFTRecipe(train=TrainConfig(**train), log=LogConfig(tensorboard=False))
-    return RunDirectory(path, recipe, resume=resume, resolved=resolved(recipe, device))
+    return RunDirectory(path, recipe, resume=resume, resolved=resolved_settings(recipe, device))
 
 
 def test_a_run_goes_on_elsewhere_but_not_in_another_precision(two_gpus: None, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quartet.cluster import WorkerDied, WorkerError
-from quartet.cluster.errors import Death, Failure
+from quartet.cluster.errors import WorkerDeath, WorkerFailure
 from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
 from quartet.trainers.model_loader import UserObjects
@@ -59,9 +59,9 @@ def test_a_worker_that_cannot_be_made_anew_ends_the_run_after_its_restarts() -> 
 
     def restart() -> None:
         restarts.append(1)
-        raise WorkerError(Failure("trained", 0, 1, "here", "trained.__init__", "OSError: no such model", ""))
+        raise WorkerError(WorkerFailure("trained", 0, 1, "here", "trained.__init__", "OSError: no such model", ""))
 
-    death = Death("trained", 0, None, "here", "starting", "OSError: no such model")
+    death = WorkerDeath("trained", 0, None, "here", "starting", "OSError: no such model")
     workers: Any = RayRunWorkers.__new__(RayRunWorkers)
     workers._groups = {"trained": SimpleNamespace(dead=lambda timeout_s: [death], restart=restart)}
     workers._num_deaths, workers._changing = 0, {"actor"}

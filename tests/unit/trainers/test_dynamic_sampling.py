@@ -15,7 +15,7 @@ from quartet.config.algorithms import GRPO, DynamicSamplingConfig, KLConfig
 from quartet.config.common import CheckpointConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
-from quartet.observe.rollouts import RolloutRecord, read_step
+from quartet.observe.rollouts import RolloutRecord, read_rollout_step
 from quartet.trainers.rl import RLTrainer
 
 STEPS, PROMPTS, RESPONSES = 3, 4, 2
@@ -58,7 +58,7 @@ def same_run(one: RLTrainer, other: RLTrainer) -> None:
 
 
 def records(path: Path, step: int) -> list[RolloutRecord]:
-    return read_step(path / "rollouts", step)
+    return read_rollout_step(path / "rollouts", step)
 
 
 def test_every_group_of_a_step_has_variance_and_the_rest_is_counted(

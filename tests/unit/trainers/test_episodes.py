@@ -21,8 +21,8 @@ from quartet.batch.trajectory import (
     Trajectory,
     TrajectoryEnd,
     TrajectorySequence,
-    last_ones,
-    num_emitted,
+    last_sequences,
+    num_policy_tokens,
 )
 from quartet.config import UserError
 from quartet.config.algorithms import DAPO, GRPO, PPO, RLOO, KLConfig, OverlongConfig, ReMax
@@ -42,14 +42,14 @@ from quartet.data.datasets import PromptItem
 from quartet.envs.episode import EpisodeError, FinishedEpisode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import SOURCE, EpisodeLimits
-from quartet.observe.rollouts import RolloutRecord, read_step
+from quartet.observe.rollouts import RolloutRecord, read_rollout_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
-from quartet.schedule.groups import Group, chunk_of, group_batch
-from quartet.schedule.iteration import Chunk, PartScorer, UpdatePlan
+from quartet.schedule.groups import PromptGroup, group_batch, make_chunk
+from quartet.schedule.iteration import Chunk, SubsetScorer, UpdatePlan
 from quartet.schedule.rollout_worker import FinishedRequest, RequestStore, TurnRequest
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.experience import Assembler, Experience
+from quartet.trainers.experience import Experience, ExperienceAssembler
 from quartet.trainers.loop import episode_metrics
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import EpisodeRunner
@@ -77,9 +77,9 @@ def sequence(
     )
 
 
-def group(index: int, *episodes: Trajectory) -> Group:
+def group(index: int, *episodes: Trajectory) -> PromptGroup:
     prompt = PromptItem(f"p{index}", "ask", {"answer": "4"}, "", 2)
-    return Group.of(index, prompt, group_batch(index, episodes))
+    return PromptGroup.of(index, prompt, group_batch(index, episodes))
 
 
 def episode(*sequences: TrajectorySequence, end: TrajectoryEnd = TrajectoryEnd.DONE) -> Trajectory:
@@ -95,7 +95,7 @@ CUT_OFF = episode(sequence([5, 6], "a", [0.0]), end=TrajectoryEnd.MAX_TURNS)
 
 
 def two_groups() -> Chunk:
-    return chunk_of(4, 1, [group(0, REWRITTEN, EXTENDED), group(3, EXTENDED, CUT_OFF)])
+    return make_chunk(4, 1, [group(0, REWRITTEN, EXTENDED), group(3, EXTENDED, CUT_OFF)])
 
 
 # Layout --------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_trajectories_are_counted_not_sequences() -> None:
     trajectories = Trajectories.of(batch)
     assert trajectories.owner_S.tolist() == [0, 0, 1, 2, 3]
     assert trajectories.final_N.tolist() == [1, 2, 3, 4]
-    assert num_emitted(batch, trajectories).tolist() == [4, 3, 3, 1]
+    assert num_policy_tokens(batch, trajectories).tolist() == [4, 3, 3, 1]
     assert episode_metrics(batch) == {
         "episode/turns_mean": (3 + 2 + 2 + 1) / 4,
         "episode/sequences_mean": 5 / 4,
@@ -154,7 +154,9 @@ def assemble(config: Any, chunk: Chunk, **columns: Sequence[float]) -> Experienc
     for name, values in columns.items():
         token[name] = torch.zeros(batch.num_tokens)
         token[name][batch.token["action_mask"]] = torch.tensor(values)
-    return Assembler(config, {"environment": 1.0}, lambda: config.kl.coef)([(chunk, [ColumnSet(batch.ids, token)])])
+    return ExperienceAssembler(config, {"environment": 1.0}, lambda: config.kl.coef)(
+        [(chunk, [ColumnSet(batch.ids, token)])]
+    )
 
 
 def on_actions(experience: Experience, name: str) -> list[float]:
@@ -174,7 +176,7 @@ def slow_gae(rewards: Sequence[float], values: Sequence[float], gamma: float, la
 
 def test_one_gae_runs_over_both_sequences() -> None:
     """Worked by hand, gamma 1 and lambda 0.5: the last reward reaches the first sequence's tokens."""
-    chunk = chunk_of(0, 0, [group(0, episode(sequence([5, 6], "aa"), sequence([7], "aoa", [0.0, 1.0])))])
+    chunk = make_chunk(0, 0, [group(0, episode(sequence([5, 6], "aa"), sequence([7], "aoa", [0.0, 1.0])))])
     config = PPO(kl=NO_KL, gae_lambda=0.5, whiten_advantages=False)
     experience = assemble(config, chunk, values=[0.1, 0.2, 0.4, 0.8])
     assert on_actions(experience, "token_rewards") == [0.0, 0.0, 0.0, 1.0]
@@ -209,7 +211,7 @@ def test_a_source_beside_the_environment_lands_on_the_last_action() -> None:
     values = ColumnSet(chunk.data.ids, token={"values": torch.zeros(chunk.data.num_tokens)})
     config = PPO(kl=NO_KL, whiten_advantages=False)
     weights = {"environment": 2.0, "other": 0.5}
-    experience = Assembler(config, weights, lambda: 0.0)([(chunk, [other, values])])
+    experience = ExperienceAssembler(config, weights, lambda: 0.0)([(chunk, [other, values])])
     expected = [0.0, 1.0, -0.5, 4.0 + 2.0, 0.0, 0.0, 2.0 + 1.0, 0.0, 0.0, 2.0, 0.5]
     assert on_actions(experience, "token_rewards") == pytest.approx(expected)
     assert experience.metrics["reward/other"] == pytest.approx(7.0 / 3)
@@ -246,7 +248,7 @@ def test_a_source_of_reward_sees_each_trajectory_once() -> None:
             return ColumnSet(batch.ids, {"place": places}, {"reward/length": lengths})
 
     chunk = two_groups()
-    found = asyncio.run(PartScorer(Lengths(), last_ones).score(chunk))
+    found = asyncio.run(SubsetScorer(Lengths(), last_sequences).score(chunk))
     assert seen[0].ids == ("0.0.1", "0.1", "3.0", "3.1")
     assert seen[0].objects["completion"][0] == "3 tokens" and seen[0].objects["prompt"][0].prompt == "last"
     lengths = found.sequence["reward/length"].tolist()
@@ -307,8 +309,8 @@ class Recording:
             Completion(one.request_id, one.group, made, (-1.0, -2.0)[:num], (0,) * num, FinishReason.LENGTH)
         )
 
-    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group:
-        return Group.of(index, prompt, self.sampled.episodes(index, endings, version=2))
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> PromptGroup:
+        return PromptGroup.of(index, prompt, self.sampled.episodes(index, endings, version=2))
 
 
 def player(policy: Recording, max_tokens: int = 60, **changes: Any) -> EpisodeRunner:
@@ -325,7 +327,7 @@ def codec(tokenizer: Any) -> TextCodec:
 ITEM = PromptItem("p1", "1+2=", {}, "", 2)
 
 
-def contents(group: Group) -> dict[str, Any]:
+def contents(group: PromptGroup) -> dict[str, Any]:
     """Of a group's batch, as values that can be compared."""
     batch = group.batch
     columns = {name: values.tolist() for name, values in {**batch.token, **batch.sequence}.items()}
@@ -334,7 +336,7 @@ def contents(group: Group) -> dict[str, Any]:
 
 
 def test_what_is_sampled_depends_on_place_and_turn_alone(codec: TextCodec) -> None:
-    def played(**changes: Any) -> tuple[Group, dict[str, int]]:
+    def played(**changes: Any) -> tuple[PromptGroup, dict[str, int]]:
         policy = Recording(codec)
         found = asyncio.run(player(policy, **changes).group(7, ITEM, SamplingParams(max_new_tokens=4), 3))
         return found, {r.request_id: r.sampling.seed for r in policy.requests}
@@ -386,7 +388,9 @@ class Flaky(Echo):
         return found
 
 
-def flaky(codec: TextCodec, on_error: str, failing: dict[int, int], num: int = 3) -> tuple[Group, list[str], Recording]:
+def flaky(
+    codec: TextCodec, on_error: str, failing: dict[int, int], num: int = 3
+) -> tuple[PromptGroup, list[str], Recording]:
     """A group's batch, what is told of its environment, and what its policy was asked for."""
     Flaky.failing = dict(failing)
     make, policy = EnvironmentFactory(partial(Flaky, True)), Recording(codec)
@@ -413,7 +417,7 @@ def test_an_episode_that_failed_is_left_out_and_never_counts_as_0(codec: TextCod
     rule = torch.tensor([math.nan, 1.0, 0.0, math.nan, 0.5])
     batch = found.batch.with_sequence(**{"reward/rule": rule})
     weights = {SOURCE: 1.0, "rule": 1.0}
-    experience = Assembler(RLOO(kl=NO_KL), weights, lambda: 0.0)([(Chunk(4, 0, batch), [])])
+    experience = ExperienceAssembler(RLOO(kl=NO_KL), weights, lambda: 0.0)([(Chunk(4, 0, batch), [])])
     judged = experience.batch.sequence["score"].tolist()
     assert math.isnan(judged[2]) and not any(map(math.isnan, judged[:2] + judged[3:]))
     learned = experience.batch.sequence_index()[experience.batch.token["action_mask"]].unique().tolist()
@@ -487,7 +491,7 @@ def test_training_learns_from_one_gae_over_the_whole_trajectory(
         assert row["agreement/logprob_diff_max"] < 1e-4, "sampler and trainer see the same sequences"
         assert {"reward/environment", "reward/share_of_digits", "kl/ref", "critic/explained_variance"} <= set(row)
     for step in (1, 2, 3):
-        records = read_step(result.path / "rollouts", step)
+        records = read_rollout_step(result.path / "rollouts", step)
         found = trajectories_of(records)
         assert len(found) == 8 and len(records) == (16 if rewrites else 8)
         for parts in found.values():

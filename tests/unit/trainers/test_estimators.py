@@ -28,7 +28,7 @@ from quartet.config.algorithms import (
     Distillation,
     DrGRPO,
     GroupAlgorithm,
-    GroupRelative,
+    GroupRelativeAlgorithm,
     OptimalTokenBaseline,
     PassAtK,
     PolicyGradientConfig,
@@ -36,7 +36,7 @@ from quartet.config.algorithms import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
-from quartet.trainers.experience import SHARP, Scored, estimate, shaped_scores
+from quartet.trainers.experience import SHARP, ScoredBatch, estimate_advantages, shaped_scores
 
 METHODS: dict[str, PolicyGradientConfig] = {
     config.name: config
@@ -58,7 +58,7 @@ EQUAL = 2
 """The group whose scores are equal."""
 
 
-def scored(seed: int = 0, kl_coef: float = 0.3, permutation: list[int] | None = None) -> Scored:
+def scored(seed: int = 0, kl_coef: float = 0.3, permutation: list[int] | None = None) -> ScoredBatch:
     """Four groups of three trajectories over a flat batch: lengths from 1, masked tokens between, unowned tokens before
     each trajectory, one trajectory without action tokens, a group of equal scores."""
     generator = torch.Generator().manual_seed(seed)
@@ -84,7 +84,7 @@ def scored(seed: int = 0, kl_coef: float = 0.3, permutation: list[int] | None = 
     token[SHARP] = torch.cat([sharp[n] for n in order])
     kl = torch.where(mask, token.pop("kl"), 0.0)
     batch = RaggedBatch.from_sequences([[7] * len(owner)], token=token)
-    return Scored(
+    return ScoredBatch(
         batch=batch,
         owner_T=masked_owner(owner, mask),
         scores_N=scores[order],
@@ -101,12 +101,12 @@ def scored(seed: int = 0, kl_coef: float = 0.3, permutation: list[int] | None = 
 # The slow reference --------------------------------------------------------------------------------------
 
 
-def tokens_of(data: Scored) -> list[list[int]]:
+def tokens_of(data: ScoredBatch) -> list[list[int]]:
     num = len(data.scores_N)
     return [[t for t in range(len(data.owner_T)) if data.owner_T[t] == n] for n in range(num)]
 
 
-def slow(config: PolicyGradientConfig, data: Scored) -> Tensor:
+def slow(config: PolicyGradientConfig, data: ScoredBatch) -> Tensor:
     owned = tokens_of(data)
     rewards = [[-data.kl_coef * float(data.kl_T[t]) for t in tokens] for tokens in owned]
     for n, row in enumerate(rewards):
@@ -134,7 +134,7 @@ def slow(config: PolicyGradientConfig, data: Scored) -> Tensor:
     return found
 
 
-def _slow_optimal(data: Scored, owned, rewards, n: int) -> list[float]:
+def _slow_optimal(data: ScoredBatch, owned, rewards, n: int) -> list[float]:
     """Of trajectory ``n``; one without ties for its length gets 0 where it is alone."""
     token, found = data.batch.token, []
     members = [m for m in range(len(owned)) if data.group_N[m] == data.group_N[n]]
@@ -151,7 +151,7 @@ def _slow_optimal(data: Scored, owned, rewards, n: int) -> list[float]:
     return found
 
 
-def _slow_groups(config, data: Scored, owned, rewards) -> list[float]:
+def _slow_groups(config, data: ScoredBatch, owned, rewards) -> list[float]:
     """One advantage per trajectory; those without a token take no part."""
     found = [0.0] * len(owned)
     totals = [sum(row) for row in rewards]
@@ -169,7 +169,7 @@ def _slow_groups(config, data: Scored, owned, rewards) -> list[float]:
             found[n] = totals[n] - mean
             if isinstance(config, PassAtK):
                 found[n] = _slow_best_of_two(totals, members, n)
-            elif isinstance(config, GroupRelative) and config.normalise_std:
+            elif isinstance(config, GroupRelativeAlgorithm) and config.normalise_std:
                 pool = acting if config.normalise_std == "batch" else members
                 mean = sum(totals[m] for m in pool) / len(pool)
                 variance = sum((totals[m] - mean) ** 2 for m in pool) / (len(pool) - 1)
@@ -188,7 +188,7 @@ def _slow_best_of_two(totals, members: list[int], n: int) -> float:
     return (sum(own) / len(own) - mean) / (math.sqrt(sum((b - mean) ** 2 for b in best) / len(best)) + 1e-6)
 
 
-def _slow_tokens(config, data: Scored, n: int, tokens: list[int], rewards: list[float]) -> list[float]:
+def _slow_tokens(config, data: ScoredBatch, n: int, tokens: list[int], rewards: list[float]) -> list[float]:
     token = data.batch.token
     if isinstance(config, Distillation):
         return [float(token["ref_logprobs"][t] - token["old_logprobs"][t]) for t in tokens]
@@ -224,7 +224,7 @@ def close(tolerances: dict[torch.dtype, tuple[float, float]]) -> Callable[[Tenso
 @pytest.mark.parametrize("name", METHODS)
 def test_matches_the_slow_reference(name: str, kl_coef: float, seed: int, close) -> None:
     data = scored(seed, kl_coef)
-    found = estimate(METHODS[name], data)
+    found = estimate_advantages(METHODS[name], data)
     close(found.advantages_T, slow(METHODS[name], data))
     totals = torch.tensor(
         [float(data.shaped_N[n]) - kl_coef * float(data.kl_T[tokens].sum()) for n, tokens in enumerate(tokens_of(data))]
@@ -238,7 +238,7 @@ def test_matches_the_slow_reference(name: str, kl_coef: float, seed: int, close)
 @pytest.mark.parametrize("name", [name for name, config in METHODS.items() if isinstance(config, GroupAlgorithm)])
 def test_equal_scores_give_exactly_zero_whatever_the_kl(name: str) -> None:
     data = scored(kl_coef=0.3)
-    found = estimate(METHODS[name], data).advantages_T
+    found = estimate_advantages(METHODS[name], data).advantages_T
     equal = (data.owner_T >= 3 * EQUAL) & (data.owner_T < 3 * EQUAL + 3)
     assert bool(equal.any()) and torch.all(found[equal] == 0)
     if not isinstance(METHODS[name], PassAtK | OptimalTokenBaseline):  # in which some have no say
@@ -252,15 +252,15 @@ def test_masked_positions_may_hold_anything(name: str, close) -> None:
     poisoned = {k: torch.where(acts, v, -math.inf) for k, v in data.batch.token.items()}
     batch = RaggedBatch.from_sequences([[7] * len(acts)], token=poisoned)
     with_poison = replace(data, batch=batch, kl_T=torch.where(acts, data.kl_T, math.nan))
-    found = estimate(METHODS[name], with_poison)
-    close(found.advantages_T, estimate(METHODS[name], data).advantages_T)
+    found = estimate_advantages(METHODS[name], with_poison)
+    close(found.advantages_T, estimate_advantages(METHODS[name], data).advantages_T)
     assert torch.all(found.advantages_T[~acts] == 0)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_without_trained_tokens_is_all_zero(name: str) -> None:
     data = scored()
-    found = estimate(METHODS[name], replace(data, owner_T=torch.full_like(data.owner_T, -1)))
+    found = estimate_advantages(METHODS[name], replace(data, owner_T=torch.full_like(data.owner_T, -1)))
     assert torch.all(found.advantages_T == 0) and torch.all(found.token_rewards_T == 0)
 
 

@@ -17,19 +17,19 @@ from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.data.datasets import PromptData, TokenLimit
 from quartet.data.formats import prompts as as_prompts
-from quartet.data.readers import Row
+from quartet.data.readers import DataRow
 from quartet.models.loading import packed_causal_lm
 from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import SamplingParams
-from quartet.schedule.groups import chunk_of, without_texts
+from quartet.schedule.groups import drop_texts, make_chunk
 from quartet.schedule.model_worker import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.evaluation import EvaluationModel, answers_of, generate
-from quartet.trainers.evaluation_metrics import Answer
-from quartet.trainers.experience import Assembler
+from quartet.trainers.evaluation import EvaluationModel, completions_as_group, generate
+from quartet.trainers.evaluation_metrics import ScoredAnswer
+from quartet.trainers.experience import ExperienceAssembler
 
 
 @pytest.fixture
@@ -39,15 +39,15 @@ def codec(tokenizer: Any) -> TextCodec:
 
 @pytest.fixture
 def data(codec: TextCodec, prompts: list[str]) -> PromptData:
-    rows = [Row({"prompt": p, "length": len(p)}, "here", n) for n, p in enumerate(prompts, start=1)]
+    rows = [DataRow({"prompt": p, "length": len(p)}, "here", n) for n, p in enumerate(prompts, start=1)]
     return PromptData.build(as_prompts(rows), codec, TokenLimit(64))
 
 
 @pytest.fixture
-def answered(causal_lm: Any, tokenizer: Any, prompts: list[str], tmp_path: Path) -> Callable[..., list[Answer]]:
+def answered(causal_lm: Any, tokenizer: Any, prompts: list[str], tmp_path: Path) -> Callable[..., list[ScoredAnswer]]:
     """Answers of a model alone, scored by a function."""
 
-    def run(reward: Any, *, samples: int = 1, **sampling: Any) -> list[Answer]:
+    def run(reward: Any, *, samples: int = 1, **sampling: Any) -> list[ScoredAnswer]:
         objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [reward], "prompts": prompts}
         limits = SamplingConfig(**sampling)
         recipe = EvalRecipe(sampling=limits, samples_per_prompt=samples, engine=NativeEngineConfig(max_running=5))
@@ -117,13 +117,13 @@ def test_records_keep_every_token_with_its_columns(causal_lm: Any, codec: TextCo
     prompts = [item.prompt for item in data][:2]
     found = generate(packed, codec, prompts, sampling, num_responses=2)
     groups = [
-        answers_of(codec, 7 + k, data.items[k], [answer.completion for answer in group])
+        completions_as_group(codec, 7 + k, data.items[k], [answer.completion for answer in group])
         for k, group in enumerate(found)
     ]
-    chunk = chunk_of(3, 0, groups)
+    chunk = make_chunk(3, 0, groups)
     scores = ColumnSet(chunk.data.ids, sequence={"reward/a": torch.tensor([1.0, 2.0, math.nan, 4.0])})
-    assembler = Assembler(RLOO(kl=KLConfig(coef=0.0)), {"a": 1.0}, lambda: 0.0)
-    batch = without_texts(assembler([(chunk, [scores])]).batch)
+    assembler = ExperienceAssembler(RLOO(kl=KLConfig(coef=0.0)), {"a": 1.0}, lambda: 0.0)
+    batch = drop_texts(assembler([(chunk, [scores])]).batch)
     records = rollout_records(batch, record_columns(batch), codec)
     assert [record.sequence_id for record in records] == ["7.0", "7.1", "8.0", "8.1"]
     answers = [answer for group in found for answer in group]

@@ -13,32 +13,34 @@ from quartet.algorithms.evaluation_math import win_rate_interval
 from quartet.config import UserError
 from quartet.config.evaluation import GradingConfig, NumberAnswer, RegexAnswer, TextAnswer
 from quartet.trainers.evaluation_metrics import (
-    Answer,
     EvaluationMetric,
-    check_graded,
+    ScoredAnswer,
+    build_extractor,
     compare_by_judge,
     compare_scores,
-    extractor,
-    measure,
-    metrics_of,
+    compute_metrics,
+    metric_values,
     prompt_means,
+    resolve_graders,
     standard_error,
     win_rate,
 )
 
 
-def answers(rows: Sequence[Sequence[tuple[str, dict[str, float]]]]) -> list[Answer]:
+def answers(rows: Sequence[Sequence[tuple[str, dict[str, float]]]]) -> list[ScoredAnswer]:
     """One row per prompt, one ``(text, rewards)`` per sample."""
     return [
-        Answer(f"p{p}", sample, f"p{p}", text, "length" if text == "cut" else "stop", len(text), rewards)
+        ScoredAnswer(f"p{p}", sample, f"p{p}", text, "length" if text == "cut" else "stop", len(text), rewards)
         for p, row in enumerate(rows)
         for sample, (text, rewards) in enumerate(row)
     ]
 
 
-def figures(found: Sequence[Answer], graded: Sequence[str] = ("x",), **grading: Any) -> dict[str, EvaluationMetric]:
+def figures(
+    found: Sequence[ScoredAnswer], graded: Sequence[str] = ("x",), **grading: Any
+) -> dict[str, EvaluationMetric]:
     weights = {name: 1.0 for name in found[0].rewards}
-    rows = measure(found, {"eval/score_mean": weights}, GradingConfig(**grading), graded, seed=0)
+    rows = compute_metrics(found, {"eval/score_mean": weights}, GradingConfig(**grading), graded, seed=0)
     return {figure.name: figure for figure in rows}
 
 
@@ -58,7 +60,7 @@ def test_one_sample_gives_means_and_exact_match() -> None:
 
 def test_the_score_is_the_weighted_sum_that_training_maximises() -> None:
     rows = answers([[("a", {"x": 1.0, "y": 4.0})], [("b", {"x": 3.0, "y": math.nan})]])
-    found = metrics_of(measure(rows, {"eval/score_mean": {"x": 1.0, "y": 0.5}}, GradingConfig(), (), seed=0))
+    found = metric_values(compute_metrics(rows, {"eval/score_mean": {"x": 1.0, "y": 0.5}}, GradingConfig(), (), seed=0))
     assert found["eval/score_mean"] == ((1 + 2) + 3) / 2
     assert (found["eval/x"], found["eval/y"]) == (2.0, 4.0)
     assert "eval/x/exact_match" not in found, "not graded"
@@ -95,9 +97,9 @@ def test_intervals_hold_the_value_and_depend_on_the_seed_alone() -> None:
     assert found.low < narrow.low < narrow.high < found.high
     assert figures(rows[:1])["eval/x"].interval == "wilson", "one prompt, 0 of 1 right"
     assert figures(rows[3:4])["eval/x"].low is None, "one prompt, no spread to learn from"
-    plain = measure(rows, {}, GradingConfig(), (), seed=0, intervals=False)
+    plain = compute_metrics(rows, {}, GradingConfig(), (), seed=0, intervals=False)
     assert all(figure.interval is None for figure in plain)
-    assert metrics_of(plain)["eval/x"] == found.value
+    assert metric_values(plain)["eval/x"] == found.value
 
 
 @pytest.mark.parametrize(
@@ -117,11 +119,11 @@ def test_intervals_hold_the_value_and_depend_on_the_seed_alone() -> None:
     ],
 )
 def test_what_counts_as_one_answer(config: Any, text: str, expected: str | None) -> None:
-    assert extractor(config)(text) == expected
+    assert build_extractor(config)(text) == expected
 
 
 def test_equal_numbers_are_one_answer() -> None:
-    extract = extractor(NumberAnswer())
+    extract = build_extractor(NumberAnswer())
     assert len({extract(text) for text in ("1,000", "1000.0", "1e3", "= 1000.")}) == 1
     assert extract("9" * 400 + "e" + "9" * 30) is not None
 
@@ -133,10 +135,10 @@ def test_votes_count_extracted_answers() -> None:
 
 
 def test_graded_sources() -> None:
-    assert check_graded(GradingConfig(), ["rm", "f", "g"], ["rm"]) == ("f", "g")
-    assert check_graded(GradingConfig(sources=("rm",)), ["rm", "f"], ["rm"]) == ("rm",)
+    assert resolve_graders(GradingConfig(), ["rm", "f", "g"], ["rm"]) == ("f", "g")
+    assert resolve_graders(GradingConfig(sources=("rm",)), ["rm", "f"], ["rm"]) == ("rm",)
     with pytest.raises(UserError, match=r"grading\.sources"):
-        check_graded(GradingConfig(sources=("h",)), ["rm", "f"], ["rm"])
+        resolve_graders(GradingConfig(sources=("h",)), ["rm", "f"], ["rm"])
 
 
 def test_prompt_means_and_their_error() -> None:
@@ -150,10 +152,12 @@ def test_prompt_means_and_their_error() -> None:
 # One model against another ---------------------------------------------------------------------------------
 
 
-def side(scores: Sequence[float], samples: int = 1, text: str = "") -> list[Answer]:
+def side(scores: Sequence[float], samples: int = 1, text: str = "") -> list[ScoredAnswer]:
     """``samples`` answers per prompt with these scores, in order."""
     return [
-        Answer(f"p{i // samples}", i % samples, f"prompt {i // samples}", text or f"{score}", "stop", 1, {"x": score})
+        ScoredAnswer(
+            f"p{i // samples}", i % samples, f"prompt {i // samples}", text or f"{score}", "stop", 1, {"x": score}
+        )
         for i, score in enumerate(scores)
     ]
 

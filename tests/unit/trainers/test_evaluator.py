@@ -22,7 +22,7 @@ from quartet.config.rewards import JudgeReward, PairwiseJudge
 from quartet.config.run import LogConfig
 from quartet.rewards.source import GuardedReward
 from quartet.trainers.evaluation import EvaluationModel, EvaluationResult, Evaluator
-from quartet.trainers.evaluation_metrics import drop_after, evaluation_path, write_rows
+from quartet.trainers.evaluation_metrics import delete_evaluations_after, evaluation_path, write_json_lines
 
 HOT = SamplingConfig(temperature=1.0, max_new_tokens=6)
 QUIET = LogConfig(tensorboard=False)
@@ -194,21 +194,21 @@ def test_mistakes_are_found_before_the_first_answer(
 
 def test_rows_survive_any_text(tmp_path: Path) -> None:
     texts = ["emoji 🎻", "lone \ud83d surrogate", "\u2028 line", 'quote " and \\ud83d', "שלום"]
-    write_rows(tmp_path / "a" / "rows.jsonl", [{"text": text} for text in texts])
+    write_json_lines(tmp_path / "a" / "rows.jsonl", [{"text": text} for text in texts])
     assert [json.loads(line)["text"] for line in (tmp_path / "a" / "rows.jsonl").read_text().split("\n")[:-1]] == texts
 
 
 def test_evaluations_after_a_step_are_dropped(tmp_path: Path) -> None:
     for step in (0, 50, 100, 12345678):
-        write_rows(evaluation_path(tmp_path, step), [])
+        write_json_lines(evaluation_path(tmp_path, step), [])
     (tmp_path / "step_notes.jsonl").write_text("")
-    drop_after(tmp_path, 50)
+    delete_evaluations_after(tmp_path, 50)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step_00000000.jsonl",
         "step_00000050.jsonl",
         "step_notes.jsonl",
     ]
-    drop_after(tmp_path / "missing", 0)
+    delete_evaluations_after(tmp_path / "missing", 0)
 
 
 def test_an_engine_that_reads_the_weights_itself_leaves_none_here(

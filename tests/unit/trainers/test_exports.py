@@ -21,16 +21,16 @@ from quartet.config import UserError
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
-from quartet.config.plugins import recipes
+from quartet.config.plugins import recipe_classes
 from quartet.config.recipe import ActorConfig, CriticConfig, RewardModelRecipe, SFTRecipe
 from quartet.config.run import LogConfig
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, save_causal_lm
 from quartet.models.packed_model import PackedScalarModel
-from quartet.observe.rollouts import list_steps, read_step
+from quartet.observe.rollouts import list_rollout_steps, read_rollout_step
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.text.loading import load_tokenizer
 from quartet.train.engine import TrainEngine
-from quartet.trainers.checkpoints import export, model_directory
+from quartet.trainers.checkpoints import export_model, model_directory
 from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run_files import completed_run
@@ -121,19 +121,19 @@ def test_a_checkpoint_becomes_the_directory_that_its_run_would_have_written(
     train = TrainConfig(optim=OptimConfig(lr=5e-3), lora=adapters)
     run = tmp_path / "run"
     sft(run, demonstrations, train=train, model=str(base)).train()
-    export(run, 2, tmp_path / "last")
+    export_model(run, 2, tmp_path / "last")
     if lora != "adapter":
         assert files(tmp_path / "last") == files(run / "model")
-        export(run, None, tmp_path / "copied")
+        export_model(run, None, tmp_path / "copied")
         assert files(tmp_path / "copied") == files(run / "model")
     sft(tmp_path / "short", demonstrations, train=train, model=str(base), steps=1).train()
-    export(run / "checkpoints" / "step_00000001", None, tmp_path / "first")
-    export(tmp_path / "short", 1, tmp_path / "short_model")
+    export_model(run / "checkpoints" / "step_00000001", None, tmp_path / "first")
+    export_model(tmp_path / "short", 1, tmp_path / "short_model")
     assert files(tmp_path / "first") == files(tmp_path / "short_model") != files(tmp_path / "last")
     with pytest.raises(UserError, match="is not empty"):
-        export(run, 1, tmp_path / "first")
+        export_model(run, 1, tmp_path / "first")
     with pytest.raises(UserError, match="cannot be used") as missing:
-        export(run, 7, tmp_path / "seventh")
+        export_model(run, 7, tmp_path / "seventh")
     assert "1, 2" in missing.value.remedy
 
 
@@ -151,14 +151,14 @@ def test_the_step_of_an_rl_run_is_what_evaluation_and_generation_take(
         Evaluator(recipe, prompts=prompts, rewards=digits).run()
         return (tmp_path / name / "answers.jsonl").read_text()
 
-    export(run, 1, tmp_path / "first")
+    export_model(run, 1, tmp_path / "first")
     assert answers(step, "of_step") == answers(tmp_path / "first", "of_export")
     assert model_directory(str(run)) == str(run / "model")
     assert answers(run, "of_run") == answers(run / "model", "of_model")
     for file in (run / "model").glob("*.safetensors"):  # as of a run that has not come to its end
         file.unlink()
     made = Path(model_directory(str(run)))
-    export(run, 2, tmp_path / "last")
+    export_model(run, 2, tmp_path / "last")
     assert files(made) == files(tmp_path / "last") and tmp_path not in made.parents
 
 
@@ -182,14 +182,14 @@ def test_a_model_from_python_needs_the_directory_that_it_came_from(
 ) -> None:
     sft(tmp_path / "run", demonstrations, model=causal_lm(), tokenizer=tokenizer).train()
     with pytest.raises(UserError, match="does not say which model it began with") as refused:
-        export(tmp_path / "run", 1, tmp_path / "first")
+        export_model(tmp_path / "run", 1, tmp_path / "first")
     assert "--model" in refused.value.remedy
-    export(tmp_path / "run", 2, tmp_path / "last", str(base))
+    export_model(tmp_path / "run", 2, tmp_path / "last", str(base))
     weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     assert (tmp_path / "last" / "model.safetensors").read_bytes() == weights
     with pytest.raises(UserError, match="does not fit the model"):
         causal_lm(0, hidden_size=64).save_pretrained(tmp_path / "base")
-        export(tmp_path / "run", 1, tmp_path / "other", str(base))
+        export_model(tmp_path / "run", 1, tmp_path / "other", str(base))
 
 
 def test_a_run_of_somebody_else_turns_no_trust_on(base: Path, demonstrations: Any, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_models_are_exported_along_the_way(
     run, values = tmp_path / "run", {"steps": 3, "model": str(base)}
     sft(run, demonstrations, checkpoint=CheckpointConfig(every_steps=1, keep=3, export_every=2), **values).train()
     assert [path.name for path in (run / "exports").iterdir()] == ["step_00000002"]
-    export(run, 2, tmp_path / "second")
+    export_model(run, 2, tmp_path / "second")
     assert files(run / "exports" / "step_00000002" / "model") == files(tmp_path / "second")
     assert model_directory(str(run / "exports" / "step_00000002")) == str(run / "exports/step_00000002/model")
     actor = ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2), lora=LoRAConfig(rank=2)))
@@ -243,7 +243,7 @@ def test_a_finished_run_goes_on_for_more_steps_as_if_it_had_been_to_have_them(
     for job in ("sft", "rl"):
         whole = trained(job, "whole", 4)
         trained(job, "longer", 2)
-        recipe = recipes()[job](**yaml.safe_load((tmp_path / job / "longer" / "recipe.yaml").read_text()))
+        recipe = recipe_classes()[job](**yaml.safe_load((tmp_path / job / "longer" / "recipe.yaml").read_text()))
         assert completed_run(recipe, "auto") is not None
         assert completed_run(recipe.model_copy(update={"steps": 4}), "auto") is None
         longer = trained(job, "longer", 4, resume=True)
@@ -271,7 +271,7 @@ def test_a_flipped_bit_in_exported_weights_is_noticed(
 ) -> None:
     run = tmp_path / "run"
     sft(run, demonstrations, model=str(base), steps=1).train()
-    export(run, None, tmp_path / "copied")
+    export_model(run, None, tmp_path / "copied")
     for directory in (run / "model", tmp_path / "copied"):
         assert model_directory(str(directory)) == str(directory)
         (directory / "generation_config.json").write_text('{"eos_token_id": 1}')  # which users may edit
@@ -309,7 +309,9 @@ def pad_of(path: Path) -> int:
 
 
 def sampled_ids(path: Path) -> set[int]:
-    return {i for step in list_steps(path) for record in read_step(path, step) for i in record.response_ids}
+    return {
+        i for step in list_rollout_steps(path) for record in read_rollout_step(path, step) for i in record.response_ids
+    }
 
 
 def half(completions: list[str], **_: Any) -> list[float]:

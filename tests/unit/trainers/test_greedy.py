@@ -16,14 +16,14 @@ from quartet.batch.trajectory import Trajectory
 from quartet.config.algorithms import KLConfig, ReMax
 from quartet.config.common import CheckpointConfig
 from quartet.data.datasets import PromptItem
-from quartet.observe.rollouts import RolloutRecord, read_step
+from quartet.observe.rollouts import RolloutRecord, read_rollout_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
 from quartet.schedule import model_worker
-from quartet.schedule.groups import Group, answered, chunk_of, group_batch
-from quartet.schedule.iteration import Chunk, PartScorer
+from quartet.schedule.groups import PromptGroup, group_batch, make_chunk, single_turn_trajectory
+from quartet.schedule.iteration import Chunk, SubsetScorer
 from quartet.trainers.evaluation import generate
-from quartet.trainers.experience import Assembler, Experience, sampled_and_greedy
+from quartet.trainers.experience import Experience, ExperienceAssembler, sampled_and_greedy
 from quartet.trainers.rl import RLTrainer
 
 PROMPTS, RESPONSES = 3, 2
@@ -52,7 +52,7 @@ def trainer(tiny_rl: Callable[..., RLTrainer]) -> Callable[..., RLTrainer]:
 
 
 def split(path: Path, step: int) -> tuple[list[RolloutRecord], list[RolloutRecord]]:
-    records = read_step(path / "rollouts", step)
+    records = read_rollout_step(path / "rollouts", step)
     greedy = [record for record in records if record.sequence_id.endswith(".greedy")]
     return [record for record in records if record not in greedy], greedy
 
@@ -140,18 +140,18 @@ def _completion(token: int, reason: FinishReason = FinishReason.STOP) -> Complet
 
 def _chunk(greedy: list[Completion]) -> Chunk:
     def made(completion: Completion) -> Trajectory:
-        return answered((1, 2), completion, str(completion.token_ids[0]))
+        return single_turn_trajectory((1, 2), completion, str(completion.token_ids[0]))
 
     sampled = made(_completion(10)), made(_completion(11))
     items = [PromptItem(f"p{g}", "x", {}, "", 2) for g in range(len(greedy))]
     batches = [group_batch(7 + g, sampled, made(completion)) for g, completion in enumerate(greedy)]
-    groups = [Group.of(7 + g, item, batch) for g, (item, batch) in enumerate(zip(items, batches, strict=True))]
-    return chunk_of(3, 0, groups)
+    groups = [PromptGroup.of(7 + g, item, batch) for g, (item, batch) in enumerate(zip(items, batches, strict=True))]
+    return make_chunk(3, 0, groups)
 
 
 def _assembled(chunk: Chunk, scores: dict[str, float]) -> Experience:
-    scored = asyncio.run(PartScorer(Scores(scores), sampled_and_greedy).score(chunk))
-    return Assembler(ReMax(kl=KLConfig(coef=0.0), missing_eos_penalty=0.5), {"score": 2.0}, lambda: 0.0)(
+    scored = asyncio.run(SubsetScorer(Scores(scores), sampled_and_greedy).score(chunk))
+    return ExperienceAssembler(ReMax(kl=KLConfig(coef=0.0), missing_eos_penalty=0.5), {"score": 2.0}, lambda: 0.0)(
         [(chunk, [scored])]
     )
 

@@ -16,26 +16,26 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.ragged import ColumnSet, RaggedBatch, join
-from quartet.batch.trajectory import Trajectories, Trajectory, TrajectoryEnd, TrajectorySequence, num_emitted
+from quartet.batch.ragged import ColumnSet, RaggedBatch, join_columns
+from quartet.batch.trajectory import Trajectories, Trajectory, TrajectoryEnd, TrajectorySequence, num_policy_tokens
 from quartet.config import UserError
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import (
     BufferedGroups,
-    Group,
-    answered,
-    chunk_of,
+    PromptGroup,
+    drop_texts,
     group_batch,
+    make_chunk,
+    single_turn_trajectory,
     staleness_metrics,
-    without_texts,
 )
-from quartet.schedule.model_worker import Writer, record_columns, rollout_records
+from quartet.schedule.model_worker import RolloutWriter, record_columns, rollout_records
 from quartet.schedule.role_group import LocalGroup
 from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import Checkpoint, begin_checkpoint, complete_checkpoint, newest_checkpoint
-from quartet.trainers.checkpoints import hold_buffered, restored_buffered, told
+from quartet.trainers.checkpoints import poll, restore_buffered_groups, save_buffered_groups
 
 
 def item(index: int) -> PromptItem:
@@ -49,7 +49,7 @@ def completion(index: int, r: int, versions: tuple[int, ...], text_end: int | No
 
 
 def response(index: int, r: int, versions: tuple[int, ...], text_end: int | None = None) -> Trajectory:
-    return answered((index, 4), completion(index, r, versions, text_end), f"{len(versions)} tokens")
+    return single_turn_trajectory((index, 4), completion(index, r, versions, text_end), f"{len(versions)} tokens")
 
 
 def scored(index: int, *names: str) -> tuple[ColumnSet, ...]:
@@ -66,10 +66,10 @@ class Made:
     greedy: Trajectory | None = None
     rewards: tuple[ColumnSet, ...] = ()
 
-    def group(self) -> Group:
+    def group(self) -> PromptGroup:
         batch = group_batch(self.index, self.trajectories, self.greedy)
-        group = Group.of(self.index, item(self.index), batch)
-        return replace(group, batch=join(group.batch, *self.rewards))
+        group = PromptGroup.of(self.index, item(self.index), batch)
+        return replace(group, batch=join_columns(group.batch, *self.rewards))
 
 
 def one_turn(index: int) -> Made:
@@ -123,11 +123,11 @@ def saved(ahead: BufferedGroups, root: Path, codec: TextCodec, *, background: bo
     """A checkpoint with the groups as the writer's share."""
 
     async def write() -> None:
-        group = LocalGroup(Writer(codec))
-        assert await hold_buffered(group, ahead)
+        group = LocalGroup(RolloutWriter(codec))
+        assert await save_buffered_groups(group, ahead)
         draft = begin_checkpoint(root, 3)
-        await group.call(Writer.save_checkpoint, draft / "ahead", background=background)
-        files = await told(lambda: group.call(Writer.finish_checkpoint, draft / "ahead"))
+        await group.call(RolloutWriter.save_checkpoint, draft / "ahead", background=background)
+        files = await poll(lambda: group.call(RolloutWriter.finish_checkpoint, draft / "ahead"))
         complete_checkpoint(draft, {}, {"ahead": files}, keep=1)
 
     asyncio.run(write())
@@ -141,7 +141,7 @@ def newest(root: Path) -> Checkpoint:
 
 
 def restored(found: Checkpoint, codec: TextCodec, item: Callable[[int], PromptItem] = item) -> BufferedGroups | None:
-    return asyncio.run(restored_buffered(LocalGroup(Writer(codec)), found, item))
+    return asyncio.run(restore_buffered_groups(LocalGroup(RolloutWriter(codec)), found, item))
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -157,14 +157,14 @@ def test_groups_come_back_from_a_checkpoint_as_they_were(
         other = found.groups[index]
         assert (other.index, other.prompt) == (group.index, group.prompt)
         assert_equal(other.batch, group.batch)
-        chunks = [chunk_of(4, 0, [mine, make(11).group()]).data for mine in (other, group)]
+        chunks = [make_chunk(4, 0, [mine, make(11).group()]).data for mine in (other, group)]
         assert_equal(*chunks)
 
 
 def test_rejected_groups_come_back_alone_and_nothing_ahead_is_no_share(tokenizer: Any, tmp_path: Path) -> None:
     codec = TextCodec(tokenizer)
     assert restored(saved(BufferedGroups({}, (8, 5)), tmp_path, codec), codec) == BufferedGroups({}, (8, 5))
-    assert not asyncio.run(hold_buffered(LocalGroup(Writer(codec)), BufferedGroups()))
+    assert not asyncio.run(save_buffered_groups(LocalGroup(RolloutWriter(codec)), BufferedGroups()))
     complete_checkpoint(begin_checkpoint(tmp_path, 4), {}, {}, keep=1)
     assert restored(newest(tmp_path), codec) is None
 
@@ -180,11 +180,11 @@ def test_answers_to_other_prompts_are_not_taken_back(tokenizer: Any, tmp_path: P
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_chunk_holds_each_sequence_once_with_what_is_known_of_its_tokens(make: Callable[[int], Made]) -> None:
     made = [make(7), make(9)]
-    batch = chunk_of(4, 1, [one.group() for one in made]).data
+    batch = make_chunk(4, 1, [one.group() for one in made]).data
     members = [t for one in made for t in (*one.trajectories, *([one.greedy] if one.greedy is not None else []))]
     sequences = [sequence for trajectory in members for sequence in trajectory.sequences]
     assert len(batch) == len(sequences) and len(Trajectories.of(batch)) == len(members)
-    assert num_emitted(batch, Trajectories.of(batch)).tolist() == [
+    assert num_policy_tokens(batch, Trajectories.of(batch)).tolist() == [
         sum(sum(s.action_mask) for s in t.sequences) for t in members
     ]
     for s, sequence in enumerate(sequences):
@@ -202,7 +202,7 @@ def test_a_chunk_holds_each_sequence_once_with_what_is_known_of_its_tokens(make:
 
 
 def test_every_token_knows_the_weights_that_sampled_it() -> None:
-    chunk = chunk_of(4, 0, [one_turn(7).group()]).data
+    chunk = make_chunk(4, 0, [one_turn(7).group()]).data
     assert chunk.token["policy_version"].tolist() == [-1, -1, 2, 2, 3, 3]
     assert chunk.sequence["version"].tolist() == [2, 3], "the oldest of each"
     assert staleness_metrics(chunk, 4) == {"staleness/mean": 1.5, "staleness/max": 2.0}
@@ -211,8 +211,8 @@ def test_every_token_knows_the_weights_that_sampled_it() -> None:
 def test_records_show_versions_token_by_token_only_where_they_differ(tokenizer: Any) -> None:
     def records(*versions: tuple[int, ...]) -> list[RolloutRecord]:
         made = Made(7, tuple(response(7, r, of_response) for r, of_response in enumerate(versions)))
-        batch = chunk_of(4, 0, [made.group()]).data
-        batch = without_texts(batch.with_sequence(score=torch.zeros(len(batch))))
+        batch = make_chunk(4, 0, [made.group()]).data
+        batch = drop_texts(batch.with_sequence(score=torch.zeros(len(batch))))
         return rollout_records(batch, record_columns(batch), TextCodec(tokenizer))
 
     first, second = records((2, 2, 3), (3,))
@@ -231,11 +231,11 @@ def completion_of_columns(name: str, num: int, **columns: Any) -> Completion:
     )
 
 
-def group_of(*completions: Completion) -> Group:
-    return Group.of(0, PROMPT, group_batch(0, [answered((1, 2), c, "text") for c in completions]))
+def group_of(*completions: Completion) -> PromptGroup:
+    return PromptGroup.of(0, PROMPT, group_batch(0, [single_turn_trajectory((1, 2), c, "text") for c in completions]))
 
 
-def numbered() -> Group:
+def numbered() -> PromptGroup:
     return group_of(
         completion_of_columns("a", 2, entropy=(0.25, 1.0), expert=(7, 2**40)),
         completion_of_columns("b", 1, entropy=(2,), expert=(5,)),
@@ -243,7 +243,7 @@ def numbered() -> Group:
 
 
 def test_columns_are_token_fields_of_the_chunk() -> None:
-    batch = chunk_of(0, 0, [numbered()]).data
+    batch = make_chunk(0, 0, [numbered()]).data
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 3]
     assert batch.token["entropy"].tolist() == [0.0, 0.0, 0.25, 1.0, 2.0]
     assert batch.token["expert"].tolist() == [0, 0, 7, 2**40, 5]
@@ -251,4 +251,4 @@ def test_columns_are_token_fields_of_the_chunk() -> None:
 
 
 def test_columns_do_not_enter_where_there_are_none() -> None:
-    assert not {"entropy", "expert"} & chunk_of(0, 0, [group_of(completion_of_columns("a", 2))]).data.token.keys()
+    assert not {"entropy", "expert"} & make_chunk(0, 0, [group_of(completion_of_columns("a", 2))]).data.token.keys()

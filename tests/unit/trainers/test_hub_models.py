@@ -30,7 +30,7 @@ from quartet.config.recipe import (
 from quartet.config.rewards import LengthReward, ModelReward
 from quartet.config.run import LogConfig
 from quartet.models.loading import load_causal_lm
-from quartet.text.loading import local_or_hub
+from quartet.text.loading import resolve_model_directory
 from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.supervised import SFTTrainer
@@ -146,7 +146,7 @@ def test_a_hub_that_is_gone_is_told_and_a_missing_model_writes_nothing(
     publish: Publish, hub: Hub, causal_lm: Any, demonstrations: Any, tmp_path: Path
 ) -> None:
     publish("me/base", causal_lm(0))
-    local_or_hub("me/base", "model")
+    resolve_model_directory("me/base", "model")
     hub.refusal = (503, "", "down")
     result = sft(tmp_path / "run", demonstrations).train()
     assert any("the cache's commit" in note for note in result.summary["notes"])

@@ -18,9 +18,9 @@ from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.input_sources import (
     demonstration_reader,
+    load_prompts,
     pair_or_judgement_reader,
     pair_reader,
-    prompt_data,
     read_data,
 )
 from quartet.trainers.supervised import SFTTrainer
@@ -46,20 +46,20 @@ def test_a_prompt_leaves_room_for_one_token(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "1+2="}\n')
     config, codec = DataConfig(path=str(path)), TextCodec(build_tokenizer())
-    assert len(prompt_data(config, None, codec, 5, "data")) == 1
+    assert len(load_prompts(config, None, codec, 5, "data")) == 1
     with pytest.raises(UserError, match="allowed 3"):
-        prompt_data(config, None, codec, 4, "data")
+        load_prompts(config, None, codec, 4, "data")
     with pytest.raises(UserError, match="allowed 3"):
-        prompt_data(config.model_copy(update={"max_tokens": 3}), None, codec, 5, "data")
+        load_prompts(config.model_copy(update={"max_tokens": 3}), None, codec, 5, "data")
 
 
 def test_rows_from_python_may_be_strings_messages_or_mappings() -> None:
     codec = TextCodec(build_tokenizer())
-    data = prompt_data(None, ["1+2=", {"prompt": "3+4=", "answer": 7}], codec, 16, "data")
+    data = load_prompts(None, ["1+2=", {"prompt": "3+4=", "answer": 7}], codec, 16, "data")
     assert [item.prompt for item in data.items] == ["1+2=", "3+4="]
     assert dict(data.items[1].columns) == {"answer": 7}
     with pytest.raises(UserError, match="no data"):
-        prompt_data(None, None, codec, 16, "data")
+        load_prompts(None, None, codec, 16, "data")
 
 
 def test_evaluating_without_data_says_what_to_pass(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def weighted(config: dict[str, Any], *weights: float) -> dict[str, Any]:
 
 def test_sources_are_joined_or_mixed(tmp_path: Path) -> None:
     codec, config = TextCodec(build_tokenizer()), two_files(tmp_path)
-    data = prompt_data(DataConfig(**config), None, codec, 99, "data")
+    data = load_prompts(DataConfig(**config), None, codec, 99, "data")
     assert [item.prompt for item in data] == [f"{n}+1=" for n in range(6)] + [f"{n}+2=" for n in range(4)]
     assert data.order == 10 and len({item.prompt_id for item in data}) == 10
-    mixed = prompt_data(DataConfig(**weighted(config, 1, 3)), None, codec, 99, "data")
+    mixed = load_prompts(DataConfig(**weighted(config, 1, 3)), None, codec, 99, "data")
     assert data.seen == mixed.seen == {i for item in data for i in codec.encode_prompt(item.prompt)}
     assert list(mixed) == list(data) and mixed.order == Mixture((6, 4), (1.0, 3.0))
     assert mixed.warnings == tuple(
@@ -107,10 +107,10 @@ def test_sources_are_joined_or_mixed(tmp_path: Path) -> None:
 def test_sources_that_do_not_go_together(tmp_path: Path) -> None:
     codec, config = TextCodec(build_tokenizer()), two_files(tmp_path)
     for sources in (config, weighted(config, 1, 3)):
-        assert len(prompt_data(DataConfig(**sources), None, codec, 99, "evaluation.data")) == 10
+        assert len(load_prompts(DataConfig(**sources), None, codec, 99, "evaluation.data")) == 10
     config["sources"][1]["columns"] = {"prompt": "x"}
     with pytest.raises(UserError, match=r"data\.sources\.1\.columns\.prompt points"):
-        prompt_data(DataConfig(**config), None, codec, 99, "data")
+        load_prompts(DataConfig(**config), None, codec, 99, "data")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}\n')
     (tmp_path / "judged.jsonl").write_text('{"prompt": "1", "completion": "2", "label": 1}\n')
     both = DataConfig(sources=[SourceConfig(path=str(tmp_path / f"{name}.jsonl")) for name in ("pairs", "judged")])
@@ -140,15 +140,15 @@ def test_sources_that_contradict_themselves(values: dict[str, Any], problem: str
 def test_overlong_rows_from_python_and_remedies_that_name_their_section(key: str) -> None:
     codec, rows = TextCodec(build_tokenizer()), ["1+2=", "1+2=3+4=5+6="]
     with pytest.raises(UserError) as caught:
-        prompt_data(None, rows, codec, 8, key)
+        load_prompts(None, rows, codec, 8, key)
     assert f"set {key}.overlong=skip" in caught.value.remedy and f"{key}.max_tokens" in caught.value.remedy
-    data = prompt_data(DataConfig(overlong="skip"), rows, codec, 8, key)
+    data = load_prompts(DataConfig(overlong="skip"), rows, codec, 8, key)
     assert len(data) == 1 and "1 rows left out" in data.warnings[0]
     with pytest.raises(UserError) as caught:
-        prompt_data(None, [{"question": "1"}], codec, 8, key)
+        load_prompts(None, [{"question": "1"}], codec, 8, key)
     assert f"map them: {key}.columns.prompt=question" in caught.value.remedy
     with pytest.raises(UserError, match=f"{key}.path is missing"):
-        prompt_data(DataConfig(overlong="skip"), None, codec, 8, key)
+        load_prompts(DataConfig(overlong="skip"), None, codec, 8, key)
 
 
 # Very long texts ------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def long_texts(tokenizer: Any) -> dict[str, Callable[[DataConfig | None], Any]]:
     pairs = [short, {**short, "chosen": f"{long}1", "rejected": f"{long}2"}]
     steps = [{"prompt": "1", "steps": ["1"], "labels": [1]}, {"prompt": "1", "steps": [long, "1"], "labels": [1, 0]}]
     return {
-        "prompts": lambda c: prompt_data(c, ["1", long], codec, 99, key),
+        "prompts": lambda c: load_prompts(c, ["1", long], codec, 99, key),
         "completions": lambda c: sft_data(c, [short, {**short, "completion": long}], codec, 99, key),
         "messages": lambda c: sft_data(c, [short, {"messages": [user, answer]}], codec, 99, key),
         "texts": lambda c: sft_data(c, [{"text": "1"}, {"text": long}], codec, 99, key),

@@ -16,8 +16,8 @@ from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, Tra
 from quartet.config.preference import DPOLoss, KTOLoss, PreferenceRecipe
 from quartet.config.run import LogConfig
 from quartet.models.packed_model import PackedCausalLM
-from quartet.train.checkpoint import Share
-from quartet.train.forward import Needs, forward_only
+from quartet.train.checkpoint import CheckpointShare
+from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import answer_logprobs
 from quartet.trainers.preference import PreferenceTrainer
 
@@ -44,7 +44,9 @@ def answers(model: Any, data: Any) -> Tensor:
     """``[rows, 2]`` log-probabilities of chosen and rejected answers under a model as it is."""
     packed = PackedCausalLM(model)
     batch = data.select(range(len(data)))
-    totals, _ = answer_logprobs(forward_only(packed, batch, Needs(logprobs=True), 10_000).token["logprobs"], batch)
+    totals, _ = answer_logprobs(
+        forward_only(packed, batch, ForwardNeeds(logprobs=True), 10_000).token["logprobs"], batch
+    )
     packed.release()
     return totals.view(-1, 2)
 
@@ -61,7 +63,9 @@ def test_the_reference_is_the_model_without_its_adapters(train: Any, causal_lm: 
     learn(trainer.worker.packed)
     reference, batch = trainer.worker._tables._reference, trainer.worker.data.select(range(len(trainer.worker.data)))
     found = answer_logprobs(reference.forward(batch).token["logprobs"], batch)[0].view(-1, 2)
-    learned = answer_logprobs(trainer.worker.engine.forward(batch, Needs(logprobs=True)).token["logprobs"], batch)[0]
+    learned = answer_logprobs(
+        trainer.worker.engine.forward(batch, ForwardNeeds(logprobs=True)).token["logprobs"], batch
+    )[0]
     torch.testing.assert_close(found, answers(causal_lm(), trainer.worker.data), **EQUAL)
     assert float((learned.view(-1, 2) - found).abs().max()) > 0.1, "adapters that do something"
 
@@ -81,7 +85,7 @@ def test_figures_are_those_of_the_base_and_the_merged_model(train: Any, untimed:
     )
     assert metrics["eval/reward_chosen"] == pytest.approx(float(chosen.mean()), abs=1e-4)
     assert metrics["eval/margin"] > 0.1 and metrics["eval/loss"] < rows[0]["loss/preference"] - 0.05
-    saved = Share(trainer.path / "checkpoints" / "step_00000012" / "engine").shapes
+    saved = CheckpointShare(trainer.path / "checkpoints" / "step_00000012" / "engine").shapes
     assert saved and all(".lora_" in name for name in saved)
     assert (trainer.path / "adapter" / "adapter_model.safetensors").is_file()
 

@@ -31,12 +31,12 @@ from quartet.models.loading import packed_causal_lm
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
-from quartet.schedule.leases import LeaseContext, local_arbiter
+from quartet.schedule.leases import LeaseContext, default_arbiter
 from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout import RolloutDriver
 from quartet.schedule.rollout_worker import RolloutWorker
 from quartet.schedule.weight_sync import CanarySpec
-from quartet.train.checkpoint import Share
+from quartet.train.checkpoint import CheckpointShare
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles
@@ -108,7 +108,7 @@ def test_a_critic_starts_from_the_actors_base(roles_of: Any) -> None:
 
 def leases_of(roles: RLRoles, path: Path, version: int = 0) -> LeaseContext:
     sizes = {"rollout": {"generate": 0}, **{name: worker.sizes() for name, worker in roles.workers.items()}}
-    return LeaseContext(local_arbiter(sizes, version=version), SpanRecorder(path / f"{version}.jsonl"))
+    return LeaseContext(default_arbiter(sizes, version=version), SpanRecorder(path / f"{version}.jsonl"))
 
 
 def test_the_reference_reads_the_actor_which_is_not_trained_meanwhile(roles_of: Any, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_run_starts_at_no_kl_and_leaves_model_and_adapter(objects: Any, causal
         assert torch.equal(merged.eval()(ids).logits, expected), "what is given back is what was saved"
         torch.testing.assert_close(adapted.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
         assert float((original.eval()(ids).logits - expected).abs().max()) > 1e-3
-    saved = Share(tmp_path / "run" / "checkpoints" / "step_00000002" / "actor").shapes
+    saved = CheckpointShare(tmp_path / "run" / "checkpoints" / "step_00000002" / "actor").shapes
     assert saved and all(".lora_" in name for name in saved)
 
 
@@ -167,7 +167,7 @@ def test_a_resumed_run_has_the_same_bits(objects: Any, causal_lm: Any, tmp_path:
         recipe = rl(PPO(kl=KL), output_dir=str(tmp_path / name), steps=steps, **values)
         RLTrainer(recipe, **objects(model=causal_lm()), **changes).train()
         return {
-            role: Share(tmp_path / name / "checkpoints" / f"step_{steps:08d}" / role).state()
+            role: CheckpointShare(tmp_path / name / "checkpoints" / f"step_{steps:08d}" / role).state()
             for role in ("actor", "critic")
         }
 
@@ -217,7 +217,7 @@ def test_a_canary_hears_adapters_that_were_not_sent(roles_of: Any, causal_lm: An
             engine.update_weights(sent["source"](), version)
             return 0
 
-        rollout = Rollout(
+        rollout = RolloutDriver(
             leases_of(roles, tmp_path, version),
             [LocalGroup(RolloutWorker(engine, roles.codec))],
             roles.requests,

@@ -22,7 +22,7 @@ from quartet.config.run import LogConfig
 from quartet.extras.quickstart import task
 from quartet.extras.report.build import build_report
 from quartet.observe.trackers import read_metrics
-from quartet.trainers.evaluation_metrics import Answer
+from quartet.trainers.evaluation_metrics import ScoredAnswer
 from quartet.trainers.rl import RLTrainer, hacking_examples
 
 LENGTH = 6
@@ -205,9 +205,9 @@ def test_mistakes_are_found_before_anything_is_written(
 # Examples --------------------------------------------------------------------------------------------------
 
 
-def answer(prompt: str, sample: int, text: str, held_out: float, training: float) -> Answer:
+def answer(prompt: str, sample: int, text: str, held_out: float, training: float) -> ScoredAnswer:
     message = [{"role": "user", "content": prompt}]
-    return Answer(prompt, sample, message, text, "stop", 1, {"h": held_out, "t": training})
+    return ScoredAnswer(prompt, sample, message, text, "stop", 1, {"h": held_out, "t": training})
 
 
 def column(name: str) -> Callable[[Sequence[Any]], list[float]]:

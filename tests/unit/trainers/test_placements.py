@@ -26,9 +26,9 @@ from quartet.config.common import CheckpointConfig, DataConfig, LoRAConfig, Samp
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, PTXConfig, RLRecipe, RolloutConfig
 from quartet.config.run import LogConfig
-from quartet.observe.rollouts import read_step
+from quartet.observe.rollouts import read_rollout_step
 from quartet.observe.trackers import read_metrics
-from quartet.train.checkpoint import Share, checkpoint_path
+from quartet.train.checkpoint import CheckpointShare, checkpoint_path
 from quartet.train.state import REST
 from quartet.trainers.checkpoints import TrainResult
 from quartet.trainers.rl import RLTrainer
@@ -287,7 +287,7 @@ def test_every_token_sampled_for_training_is_counted_once(placement: str | None,
     apart = {"type": placement, "max_staleness": 1, "pools": pools} if placement is not None else None
     _, path = run("run", apart, **changes)
     metrics = read_metrics(path / "metrics.jsonl")[1:]
-    records = [record for step in range(1, 5) for record in read_step(path / "rollouts", step)]
+    records = [record for step in range(1, 5) for record in read_rollout_step(path / "rollouts", step)]
     num = sum(len(record.response_ids) for record in records)
     of_spans = sum(row.get("rollout/tokens_per_s", 0.0) * row.get("time/generate_s", 0.0) for row in metrics)
     # An engine that is ahead has begun what would follow the last step.
@@ -305,14 +305,14 @@ def test_a_resumed_run_trains_on_the_groups_that_were_ahead(run: Any) -> None:
     pools = {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reference", "reward"]}}
     placement = {"type": "asynchronous", "max_staleness": 1, "pools": pools}
     _, path = run("run", placement, **changes)
-    saved = Share(checkpoint_path(path / "checkpoints", 2) / "ahead").state()
+    saved = CheckpointShare(checkpoint_path(path / "checkpoints", 2) / "ahead").state()
     parts = {name: value for name, value in saved[REST]["batch"].items() if name != "objects"}
     ahead = RaggedBatch(input_ids=saved["input_ids"], **parts)
     expected = {name: ahead.input_ids[slice(*ahead.leaf_span(s))].tolist() for s, name in enumerate(ahead.ids)}
     assert expected, "or nothing is tested here"
     shutil.rmtree(path / "checkpoints" / "step_00000003")
     run("run", placement, resume=True, **changes)
-    trained = {record.sequence_id: record.response_ids for record in read_step(path / "rollouts", 3)}
+    trained = {record.sequence_id: record.response_ids for record in read_rollout_step(path / "rollouts", 3)}
     common = expected.keys() & trained.keys()
     assert len(trained) == 8 and common
     assert all(trained[name] == expected[name] for name in common)

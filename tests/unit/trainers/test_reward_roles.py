@@ -31,13 +31,13 @@ from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.leases import LeaseContext, local_arbiter
+from quartet.schedule.leases import LeaseContext, default_arbiter
 from quartet.text.tokenizer import TextCodec
 from quartet.train.token_budget import TokenBudget
-from quartet.trainers.input_sources import prompt_data
+from quartet.trainers.input_sources import load_prompts
 from quartet.trainers.model_loader import (
     RewardModelRole,
-    fit_to_data,
+    check_reward_columns,
     reward_functions,
 )
 from quartet.trainers.rl import RLTrainer
@@ -125,7 +125,7 @@ def test_objects_are_refused_before_any_work(
     config = DataConfig(path=verl, columns=columns)
     with pytest.raises(UserError) as caught:
         codec = TextCodec(tokenizer)
-        fit_to_data(reward_functions([reward], []), prompt_data(config, None, codec, 64, "data"), codec)
+        check_reward_columns(reward_functions([reward], []), load_prompts(config, None, codec, 64, "data"), codec)
     assert found in caught.value.found and remedy in caught.value.remedy
 
 
@@ -140,7 +140,7 @@ def test_a_format_knows_what_the_template_has_opened(
     tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}" + generation + "{% endif %}"
     codec, prompt = TextCodec(tokenizer), [{"role": "user", "content": "1+1="}]
     roles = reward_functions([FormatReward(**options)], [])
-    fit_to_data(roles, prompt_data(None, [{"prompt": prompt}], codec, 64, "data"), codec)
+    check_reward_columns(roles, load_prompts(None, [{"prompt": prompt}], codec, 64, "data"), codec)
     texts = ["so\n</think>\n<answer>2</answer>", "<think>so</think><answer>2</answer>", "<answer>2</answer>"]
     for prompts in ([prompt] * 3, [f"1+1={generation}"] * 3):
         outcome = asyncio.run(roles[0].reward.score(prompts, texts, {}))
@@ -177,7 +177,7 @@ def test_workers_render_what_a_model_with_another_tokenizer_reads(
     batch = RaggedBatch.from_groups([prompt_ids], responses, "abc")
     batch = batch.with_sequence(ended=torch.tensor(ended)).with_objects(prompt=items, completion=texts)
     workers = [role.worker() for _ in range(num_workers)]
-    worker = LeaseContext(local_arbiter({role.name: workers[0].sizes()}, version=0), SpanRecorder())
+    worker = LeaseContext(default_arbiter({role.name: workers[0].sizes()}, version=0), SpanRecorder())
     scorer = role.scorer(worker, SplitWorkers(workers, batch))
     found = asyncio.run(scorer.score(Chunk(0, 0, without_ids(batch))))
     assert found.ids == ("a", "b", "c")

@@ -33,10 +33,10 @@ from quartet.config.recipe import (
 )
 from quartet.config.rewards import ModelReward
 from quartet.models.loading import packed_scalar_model, save_scalar_model
-from quartet.observe.global_state import guarded_code
+from quartet.observe.global_state import current_guarded_code
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.iteration import Chunk
-from quartet.trainers.experience import Assembler, Experience, KLCoefficient
+from quartet.trainers.experience import Experience, ExperienceAssembler, KLCoefficient
 from quartet.trainers.input_sources import check_budget
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.rl import RLTrainer
@@ -294,7 +294,7 @@ def assembled(config: AlgorithmConfig, scores: Sequence[float], ended: Sequence[
         ended=torch.tensor(list(ended)),
     )
     found = ColumnSet(batch.ids, sequence={"reward/score": torch.tensor(list(scores))})
-    return Assembler(config, {"score": 1.0}, lambda: config.kl.coef)([(Chunk(0, 0, batch), [found])])
+    return ExperienceAssembler(config, {"score": 1.0}, lambda: config.kl.coef)([(Chunk(0, 0, batch), [found])])
 
 
 def trainer_of_rl(
@@ -350,7 +350,7 @@ def test_a_run_within_a_reward_is_refused_and_does_not_wait_for_ever(
     reward = plain if kind == "plain" else waiting
     with pytest.raises(UserError, match=f"the reward '{reward.__name__}' starts a run inside of another one"):
         trainer_of_rl(tmp_path, causal_lm, tokenizer, functions=[reward]).train()
-    assert guarded_code() is None
+    assert current_guarded_code() is None
 
 
 def test_a_budget_below_the_longest_response_is_refused_before_anything_starts(

@@ -16,17 +16,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, SFTRecipe
-from quartet.observe.files import ENDED, read_rows, true_status
-from quartet.observe.rollouts import write_step
+from quartet.observe.files import ENDED, read_rows, run_status
+from quartet.observe.rollouts import write_rollout_step
 from quartet.schedule.model_worker import Checkpointed
 from quartet.schedule.role_group import LocalGroup
-from quartet.text.loading import local_directory
+from quartet.text.loading import expand_local_path
 from quartet.trainers.checkpoints import check_storage
 from quartet.trainers.run import Interrupted, RunDirectory
+from quartet.trainers.run_files import UNTESTED_TORCH
 from saved_states import save, saved
 
 RECIPE = SFTRecipe(log=LogConfig(tensorboard=False), steps=4)
@@ -221,7 +223,7 @@ def test_a_checkpoint_is_complete_only_after_the_records_before_it(
     rollout = tmp_path / "run" / "rollouts" / "step_000001.jsonl.gz"
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         run.start(0)
-        run.write_later("write_rollouts", 1, lambda: write_step(tmp_path / "run" / "rollouts", 1, []))
+        run.write_later("write_rollouts", 1, lambda: write_rollout_step(tmp_path / "run" / "rollouts", 1, []))
         save(run, 1, {}, {})
         assert slow.begun.wait(10)
         assert not rollout.exists() and not list(run.checkpoints.glob("step_*"))
@@ -343,13 +345,25 @@ def test_a_run_whose_process_ended_without_a_word_says_so(tmp_path: Path) -> Non
     finish(path)
     info = json.loads((path / "run.json").read_text()) | {"status": "running"}
     (path / "run.json").write_text(json.dumps(info))
-    assert true_status(path, info) == ENDED
+    assert run_status(path, info) == ENDED
     with RunDirectory(path, RECIPE, resume="auto", tell=told.append):
-        assert true_status(path, info) == "running"
+        assert run_status(path, info) == "running"
     assert len(told) == 1 and ENDED in told[0]
     assert ENDED in json.loads((path / "run.json").read_text())["remarks"][-1]
     (path / ".lock").unlink()
-    assert true_status(path, info) == "running", "nobody can know"
+    assert run_status(path, info) == "running", "nobody can know"
+
+
+def test_a_torch_newer_than_the_tested_ones_is_warned_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f'"torch>=2.11,<{UNTESTED_TORCH}"' in (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    for version, num_remarks in (("2.13.1+cpu", 0), ("2.14.0", 1), ("2.14.0", 1), ("2.15.1+cu130", 2)):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        with RunDirectory(tmp_path / "run", RECIPE, resume="auto"):
+            remarks = json.loads((tmp_path / "run" / "run.json").read_text()).get("remarks", [])
+        assert len(remarks) == num_remarks
+        assert not remarks or remarks[-1].startswith(f"torch {version} is newer than")
 
 
 def test_a_full_disk_becomes_a_message_and_the_lock_is_given_back(tmp_path: Path) -> None:
@@ -387,8 +401,8 @@ def test_a_run_that_goes_on_does_not_hand_out_its_former_model(tmp_path: Path) -
     path, log = tmp_path / "run", LogConfig(tensorboard=False)
     with RunDirectory(path, SFTRecipe(log=log, steps=4)):
         (path / "model").mkdir()
-    assert local_directory(path, "model") == str(path / "model")
+    assert expand_local_path(path, "model") == str(path / "model")
     longer = RunDirectory(path, SFTRecipe(log=log, steps=8), resume=True)
     with longer, pytest.raises(UserError, match="has gone on since"):
-        local_directory(path, "model")
-    assert local_directory(path, "model") == str(path / "model")
+        expand_local_path(path, "model")
+    assert expand_local_path(path, "model") == str(path / "model")

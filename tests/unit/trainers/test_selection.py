@@ -13,20 +13,22 @@ import torch
 from breaking import break_at, same_weights, untimed_rows
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
-from quartet.config.algorithms import BestOfN, OnlineDPO, Selection
+from quartet.config.algorithms import BestOfN, OnlineDPO, SelectionAlgorithm
 from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.load import load_recipe
 from quartet.config.preference import IPOLoss
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.schedule.iteration import Chunk
-from quartet.trainers.experience import Assembler, Experience, learned_from
+from quartet.trainers.experience import Experience, ExperienceAssembler, select_learned
 from quartet.trainers.rl import RLTrainer
 
 NAN = float("nan")
 
 
-def assembled(config: Selection, scores: Sequence[Sequence[float]], ended: Sequence[bool] | None = None) -> Experience:
+def assembled(
+    config: SelectionAlgorithm, scores: Sequence[Sequence[float]], ended: Sequence[bool] | None = None
+) -> Experience:
     """Groups of responses of two tokens with these scores; ``ref_logprobs`` count the tokens from 0 down."""
     num = [len(group) for group in scores]
     names = [f"{g}.{r}" for g, n in enumerate(num) for r in range(n)]
@@ -41,7 +43,7 @@ def assembled(config: Selection, scores: Sequence[Sequence[float]], ended: Seque
     flat = torch.tensor([score for group in scores for score in group])
     reference = -torch.arange(batch.num_tokens, dtype=torch.float32)
     columns = [ColumnSet(batch.ids, sequence={"reward/score": flat}), ColumnSet(batch.ids, {"ref_logprobs": reference})]
-    assembler = Assembler(config, {"score": 1.0}, lambda: 0.0)
+    assembler = ExperienceAssembler(config, {"score": 1.0}, lambda: 0.0)
     return assembler([(Chunk(0, 0, batch), columns)])
 
 
@@ -58,7 +60,7 @@ def test_the_best_of_each_group_are_demonstrations() -> None:
     experience = assembled(BestOfN(keep=2), [[1.0, 3.0, 2.0], [4.0, 4.0, 4.0], [NAN, 0.0, 1.0], [NAN, NAN, 9.0]])
     # Equal scores teach nothing; a response without a score takes no part, and one alone has nothing to be better than.
     assert signs(experience) == [0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0]
-    batch = learned_from(BestOfN(keep=2), experience.batch)
+    batch = select_learned(BestOfN(keep=2), experience.batch)
     assert batch.ids == ("0.1", "0.2", "2.1", "2.2")
     assert int(batch.token["loss_mask"].sum()) == 8
     assert batch.num_tokens == 2 * 2 + 4 * 2, "nothing else goes through the update"
@@ -74,7 +76,7 @@ def test_best_and_worst_are_a_pair() -> None:
     config = OnlineDPO()
     experience = assembled(config, [[1.0, 3.0, 2.0], [4.0, 4.0, 4.0], [2.0, 0.5, 1.0]])
     assert signs(experience) == [-1, 1, 0, 0, 0, 0, 1, -1, 0]
-    batch = learned_from(config, experience.batch)
+    batch = select_learned(config, experience.batch)
     assert batch.ids == ("0.0", "0.1", "2.0", "2.1")
     assert batch.sequence["chosen"].tolist() == [False, True, True, False]
     assert batch.sequence["pair"].tolist() == [0, 0, 1, 1]
@@ -86,7 +88,7 @@ def test_best_and_worst_are_a_pair() -> None:
 def test_nothing_to_choose_leaves_nothing_to_train() -> None:
     for config in (BestOfN(), OnlineDPO()):
         experience = assembled(config, [[1.0, 1.0], [NAN, 2.0]])
-        batch = learned_from(config, experience.batch)
+        batch = select_learned(config, experience.batch)
         assert len(batch) == 4 and not bool(batch.token["loss_mask"].any())
     assert experience.metrics["groups/zero_variance"] == 1.0
 

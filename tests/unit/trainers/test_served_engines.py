@@ -27,7 +27,7 @@ from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Request, SteppedEngine
 from quartet.trainers import engines
-from quartet.trainers.engines import Policy
+from quartet.trainers.engines import EnginePolicy
 from quartet.trainers.rl import RLTrainer
 from served_episodes import check_episodes, run  # noqa: F401 - a fixture
 
@@ -47,7 +47,7 @@ PLACEMENTS: dict[str, Any] = {
 class Beside(SteppedEngine):
     """An engine that takes staged weights as a process does, and computes in the thread that waits for it."""
 
-    def __init__(self, policy: Policy, **options: Any) -> None:
+    def __init__(self, policy: EnginePolicy, **options: Any) -> None:
         lora = None if policy.lora is None else policy.lora.model_dump()
         native = load_engine(policy.path, numerics=policy.numerics, lora=lora, seed=policy.seed, **options)
         super().__init__(native)
@@ -66,7 +66,7 @@ class Beside(SteppedEngine):
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines, which start at once."""
 
-    def two(config: EngineConfig, policy: Policy) -> list[Beside]:
+    def two(config: EngineConfig, policy: EnginePolicy) -> list[Beside]:
         return [Beside(policy, max_running=6) for _ in range(2)]
 
     monkeypatch.setattr(engines, "_engines", two)
@@ -160,7 +160,7 @@ def test_the_doctor_finds_old_weights_in_the_second_of_two_engines(
             if version == 0:
                 super().take_weights(version)
 
-    def two(config: EngineConfig, policy: Policy) -> list[Beside]:
+    def two(config: EngineConfig, policy: EnginePolicy) -> list[Beside]:
         return [Beside(policy, max_running=6), Second(policy, max_running=6)]
 
     monkeypatch.setattr(engines, "_engines", two)

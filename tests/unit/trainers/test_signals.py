@@ -18,7 +18,7 @@ from quartet.config.recipe import RLRecipe
 from quartet.trainers import signals
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory
-from quartet.trainers.signals import STOP_SIGNALS, Stopped, run_async, stop_signals, take_back_signals
+from quartet.trainers.signals import STOP_SIGNALS, StoppedBySignal, reclaim_signals, run_async, stop_signals
 
 INT, TERM, USR1 = STOP_SIGNALS
 
@@ -44,14 +44,14 @@ def test_the_first_asks_and_only_a_later_ctrl_c_stops_at_once(first: signal.Sign
             arrive(TERM)
             arrive(USR1)
         found.check()
-        with pytest.raises(Stopped) as stop:
+        with pytest.raises(StoppedBySignal) as stop:
             arrive(INT)
         assert stop.value.number == first and found.at_once
 
 
 @pytest.mark.parametrize("first", STOP_SIGNALS)
 def test_where_nothing_can_be_saved_the_first_stops_at_once(first: signal.Signals) -> None:
-    with stop_signals(), pytest.raises(Stopped) as stop:
+    with stop_signals(), pytest.raises(StoppedBySignal) as stop:
         arrive(first)
     assert stop.value.number == first and isinstance(stop.value, KeyboardInterrupt)
 
@@ -60,22 +60,22 @@ def test_a_stop_that_was_swallowed_is_raised_by_the_next_check() -> None:
     with stop_signals() as found, found.graceful():
         with contextlib.suppress(BaseException):
             arrive(INT, INT)
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedBySignal):
             found.check()
     with stop_signals() as found:
         with contextlib.suppress(BaseException):
             arrive(TERM)
-        with pytest.raises(Stopped), found.graceful():
+        with pytest.raises(StoppedBySignal), found.graceful():
             pytest.fail("a run began")
 
 
 def test_keys_pressed_in_a_row_do_not_interrupt_what_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with stop_signals() as found:
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedBySignal):
             arrive(INT)
         arrive(INT, INT, TERM)
         monkeypatch.setattr(signals, "GRACE_S", 0.0)
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedBySignal):
             arrive(INT)
         arrive(TERM)
         assert found.first == INT
@@ -86,7 +86,7 @@ def test_a_stop_between_two_stages_is_not_forgotten() -> None:
         with stop_signals() as inner, inner.graceful():
             arrive(USR1)
         assert inner is outer
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedBySignal):
             outer.check()
 
 
@@ -96,8 +96,8 @@ def test_what_ray_takes_is_taken_back() -> None:
 
     with stop_signals() as found:
         signal.signal(TERM, rays)
-        take_back_signals()
-        with pytest.raises(Stopped):
+        reclaim_signals()
+        with pytest.raises(StoppedBySignal):
             arrive(TERM)
     with stop_signals() as found:
         signal.signal(TERM, rays)

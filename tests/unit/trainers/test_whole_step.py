@@ -37,7 +37,7 @@ from quartet.config.algorithms import (
     DrGRPO,
     GMPOLoss,
     GroupAlgorithm,
-    GroupRelative,
+    GroupRelativeAlgorithm,
     KLConfig,
     KLCovLoss,
     OnlineDPO,
@@ -53,7 +53,7 @@ from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.config.run import LogConfig
-from quartet.observe.rollouts import RolloutRecord, read_step
+from quartet.observe.rollouts import RolloutRecord, read_rollout_step
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLTrainer
 
@@ -252,7 +252,7 @@ class Slow:
                 else:
                     baseline = (weights * rewards).sum() / weights.sum() if isinstance(config, OPO) else rewards.mean()
                 advantage = rewards[place] - baseline
-                if isinstance(config, GroupRelative) and config.normalise_std:
+                if isinstance(config, GroupRelativeAlgorithm) and config.normalise_std:
                     pool = torch.tensor(totals, dtype=torch.float64) if config.normalise_std == "batch" else rewards
                     # With k = 1 all ways to choose are the responses themselves: a deviation of the whole.
                     advantage = advantage / (pool.std(correction=0 if isinstance(config, PassAtK) else 1) + 1e-6)
@@ -453,7 +453,7 @@ def test_a_step_equals_the_slow_one(
     )  # fmt: skip
     result = trainer.train()
 
-    records = read_step(tmp_path / "run" / "rollouts", 1)
+    records = read_rollout_step(tmp_path / "run" / "rollouts", 1)
     sampled = [record for record in records if not record.sequence_id.endswith(".greedy")]
     greedy = {r.group: float(r.score or 0.0) for r in records if r.sequence_id.endswith(".greedy")}
     assert {len(r.response_ids) for r in sampled} > {LONGEST}, "of several lengths"

@@ -15,10 +15,10 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.data.datasets import PromptItem
 from quartet.observe import rollouts
-from quartet.observe.rollouts import list_steps, read_step, rollouts_path
+from quartet.observe.rollouts import list_rollout_steps, read_rollout_step, rollouts_path
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.groups import Group, answered, chunk_of, group_batch, without_texts
-from quartet.schedule.model_worker import Writer
+from quartet.schedule.groups import PromptGroup, drop_texts, group_batch, make_chunk, single_turn_trajectory
+from quartet.schedule.model_worker import RolloutWriter
 from quartet.text.tokenizer import TextCodec
 
 
@@ -41,20 +41,20 @@ def step(codec: TextCodec, index: int, *answers: str, text_end: int | None = Non
         ids = tuple(codec.encode_prompt(text))
         logprobs, versions = tuple(-0.1 * (k + 1) for k in range(len(ids))), (index,) * len(ids)
         completion = Completion(f"{index}.{r}", f"{index}", ids, logprobs, versions, FinishReason.STOP, text_end)
-        made.append(answered(prompt, completion, text))
+        made.append(single_turn_trajectory(prompt, completion, text))
     item = PromptItem("p3", "3+4=", {}, "here", len(prompt))
-    batch = chunk_of(0, 0, [Group.of(index, item, group_batch(index, made))]).data
-    return without_texts(batch.with_sequence(score=torch.arange(len(batch)).double()))
+    batch = make_chunk(0, 0, [PromptGroup.of(index, item, group_batch(index, made))]).data
+    return drop_texts(batch.with_sequence(score=torch.arange(len(batch)).double()))
 
 
-def finished(writer: Writer, step: int) -> bool:
+def finished(writer: RolloutWriter, step: int) -> bool:
     while (found := writer.finish_rollouts(step)) is None:
         time.sleep(0.001)
     return found
 
 
 def test_what_is_written_in_the_background_is_what_is_written_at_once(run: Path, codec: TextCodec) -> None:
-    writer = Writer(codec)
+    writer = RolloutWriter(codec)
     steps = {number: [step(codec, 2 * number, "7", "12"), step(codec, 2 * number + 1, "5")] for number in (1, 2, 3)}
     for number, batches in steps.items():
         writer.write_rollouts(run / "rollouts", number, batches, background=True)
@@ -64,17 +64,17 @@ def test_what_is_written_in_the_background_is_what_is_written_at_once(run: Path,
     for number in steps:
         one, other = (rollouts_path(run / name, number).read_bytes() for name in ("rollouts", "at_once"))
         assert one == other
-    first, _, third = read_step(run / "rollouts", 2)
+    first, _, third = read_rollout_step(run / "rollouts", 2)
     assert (first.sequence_id, first.prompt_id, first.prompt_text, first.response_text) == ("4.0", "p3", "3+4=", "7")
     assert third.sequence_id == "5.0" and third.columns["rollout_logprobs"] == [-0.1]
     assert writer.finish_rollouts(1) is False, "told once"
-    assert Writer(codec).finish_rollouts(1) is False, "this one was started after another one's death"
+    assert RolloutWriter(codec).finish_rollouts(1) is False, "this one was started after another one's death"
 
 
 def test_a_response_is_shown_up_to_its_stop_string(run: Path, codec: TextCodec) -> None:
     batches = [step(codec, 1, "12", text_end=1), step(codec, 2, "12"), step(codec, 3, "12", text_end=0)]
-    Writer(codec).write_rollouts(run / "rollouts", 1, batches, background=False)
-    records = read_step(run / "rollouts", 1)
+    RolloutWriter(codec).write_rollouts(run / "rollouts", 1, batches, background=False)
+    records = read_rollout_step(run / "rollouts", 1)
     assert [record.response_text for record in records] == ["1", "12", ""]
     assert [record.response_tokens for record in records] == [["1", "2"]] * 3
 
@@ -90,13 +90,13 @@ def test_a_refused_file_is_told_by_its_own_step_alone(
         write(path, content)
 
     monkeypatch.setattr(rollouts, "replace_atomically", full)
-    writer = Writer(codec)
+    writer = RolloutWriter(codec)
     for number in (1, 2, 3):
         writer.write_rollouts(run / "rollouts", number, [step(codec, number, "7")], background=True)
     assert finished(writer, 3)
     with pytest.raises(UserError, match=r"step_000002.jsonl.gz could not be written") as caught:
         writer.finish_rollouts(2)
     assert "No space left on device" in caught.value.found
-    assert finished(writer, 1) and list_steps(run / "rollouts") == [1, 3]
+    assert finished(writer, 1) and list_rollout_steps(run / "rollouts") == [1, 3]
     with pytest.raises(UserError, match="could not be written"):
         writer.write_rollouts(run / "rollouts", 2, [step(codec, 2, "7")], background=False)

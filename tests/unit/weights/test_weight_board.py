@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from quartet.weights.manifest import OtherEndFailed, WeightSyncError, WeightSyncTimeout
-from quartet.weights.shared_memory import SENDER, Board, MemoryBoard, Position, Progress, StoreBoard, machine_id
+from quartet.weights.manifest import PeerFailed, WeightSyncError, WeightSyncTimeout
+from quartet.weights.shared_memory import SENDER, Board, MemoryBoard, StoreBoard, SyncPosition, SyncProgress, machine_id
 
 NAMES = ["a", "b"]
 
@@ -21,16 +21,16 @@ def board(request: pytest.FixtureRequest) -> Board:
     return StoreBoard(dist.HashStore(), "sync 1") if request.param == "store" else MemoryBoard()
 
 
-def sender(board: Board, timeout_s: float = 0.3) -> Progress:
-    return Progress(board, SENDER, [1, 2], NAMES, timeout_s, machine_id())
+def sender(board: Board, timeout_s: float = 0.3) -> SyncProgress:
+    return SyncProgress(board, SENDER, [1, 2], NAMES, timeout_s, machine_id())
 
 
-def receiver(board: Board, timeout_s: float = 30.0) -> Progress:
-    return Progress(board, 1, [SENDER], NAMES, timeout_s, machine_id())
+def receiver(board: Board, timeout_s: float = 30.0) -> SyncProgress:
+    return SyncProgress(board, 1, [SENDER], NAMES, timeout_s, machine_id())
 
 
 def at(board: Board, rank: int, step: int, tensor: int = 0, failed: int = 0, pid: int = 0) -> None:
-    board.write(1 + rank, Position(step, tensor, pid or os.getpid(), failed))
+    board.write(1 + rank, SyncPosition(step, tensor, pid or os.getpid(), failed))
 
 
 def test_the_one_that_stands_still_is_named_with_its_tensor(board: Board) -> None:
@@ -59,7 +59,7 @@ def test_a_failure_is_noticed_on_the_other_side(board: Board) -> None:
     progress.note(step=1, tensor=1)
     other.wait(1)
     progress.fail()
-    with pytest.raises(OtherEndFailed, match=r"the sender of weights .*gave up") as caught:
+    with pytest.raises(PeerFailed, match=r"the sender of weights .*gave up") as caught:
         other.wait(2)
     assert (caught.value.rank, caught.value.tensor) == (None, "b")
 
@@ -70,7 +70,7 @@ def test_a_process_that_has_ended_is_noticed_at_once(board: Board) -> None:
     progress = sender(board, 30.0)
     at(board, 0, 5)
     at(board, 1, 1, 1, pid=process.pid)
-    with pytest.raises(OtherEndFailed, match=f"process {process.pid}. is gone") as caught:
+    with pytest.raises(PeerFailed, match=f"process {process.pid}. is gone") as caught:
         progress.wait(5)
     assert (caught.value.rank, caught.value.tensor) == (1, "b")
     process.wait()
@@ -81,7 +81,7 @@ def test_what_breaks_is_explained_by_the_board(board: Board) -> None:
     at(board, 0, 2)
     at(board, 1, 2, failed=1)
     explained = progress.broke(RuntimeError("connection reset"))
-    assert isinstance(explained, OtherEndFailed) and explained.rank == 1
+    assert isinstance(explained, PeerFailed) and explained.rank == 1
     at(board, 1, 2)
     assert "connection reset" in progress.broke(RuntimeError("connection reset")).found
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from torch import Tensor
 
 from quartet.weights import sync
-from quartet.weights.digest import BLOCK_BYTES, bytes_of, tensor_digest
+from quartet.weights.digest import BLOCK_BYTES, byte_view, tensor_digest
 from quartet.weights.manifest import DTYPES, TensorSpec
 from quartet.weights.shared_memory import ALIGNMENT
 from quartet.weights.sink import TensorSink
 from quartet.weights.sync import (
-    Bucket,
-    MemorySend,
+    SharedMemorySender,
+    WeightBucket,
     plan_buckets,
     receive_tensors,
     send_tensors,
@@ -85,13 +85,13 @@ class Shelf:
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
-        self.shipped: list[tuple[Bucket, Tensor]] = []
+        self.shipped: list[tuple[WeightBucket, Tensor]] = []
 
-    def empty(self, bucket: Bucket, at: Any) -> Tensor:
+    def empty(self, bucket: WeightBucket, at: Any) -> Tensor:
         self._buffer = torch.zeros(self.bucket_bytes, dtype=torch.uint8)
         return self._buffer
 
-    def ship(self, bucket: Bucket, at: Any) -> None:
+    def ship(self, bucket: WeightBucket, at: Any) -> None:
         self.shipped.append((bucket, self._buffer))
 
     def finish(self, at: Any) -> None: ...
@@ -111,12 +111,12 @@ def test_what_is_packed_comes_out_again(specs: list[TensorSpec], bucket_bytes: i
     assert [bucket for bucket, _ in shelf.shipped] == plan
     sink.begin(specs, 1)
     assert receive_tensors(shelf, plan, specs, sink, at) == tuple(map(tensor_digest, tensors.values()))
-    assert all(torch.equal(bytes_of(found[name]), bytes_of(tensors[name])) for name in tensors)
+    assert all(torch.equal(byte_view(found[name]), byte_view(tensors[name])) for name in tensors)
 
 
 def test_no_buffer_is_filled_before_its_last_contents_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "NUM_IN_MEMORY", 2)
-    half = MemorySend()
+    half = SharedMemorySender()
     spec = TensorSpec("w", "U8", (5 * half.bucket_bytes - 64,))
     _, place = half.open(2)
     assert len(place["paths"]) == 2
@@ -130,7 +130,7 @@ def test_no_buffer_is_filled_before_its_last_contents_are_taken(monkeypatch: pyt
 
 
 def test_after_a_failure_the_old_buffers_are_left_alone() -> None:
-    half = MemorySend()
+    half = SharedMemorySender()
     _, first = half.open(1)
     assert half.open(1)[1]["paths"] == first["paths"]
     half.drop()

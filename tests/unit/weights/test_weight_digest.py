@@ -16,8 +16,8 @@ from quartet.weights.digest import (
     BLOCK_BYTES,
     BLOCK_WORDS,
     COLUMNS,
-    as_text,
-    bytes_of,
+    byte_view,
+    digest_text,
     partial_digest,
     piece_digest,
     tensor_digest,
@@ -74,13 +74,13 @@ def test_a_known_value_never_changes() -> None:
 
 def test_pieces_add_up_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.randn(5 * BLOCK_WORDS + 3)
-    flat = bytes_of(data).numpy()
+    flat = byte_view(data).numpy()
     starts = range(0, len(flat), 2 * BLOCK_BYTES)
     parts = [partial_digest(flat[at : at + 2 * BLOCK_BYTES], at // BLOCK_BYTES) for at in reversed(starts)]
     assert f"{sum(parts) & MASK:016x}" == tensor_digest(data)
-    on_device = [digest._device_digest(bytes_of(data)[at : at + 2 * BLOCK_BYTES], at // BLOCK_BYTES) for at in starts]
-    on_threads = [piece_digest(bytes_of(data)[at : at + 2 * BLOCK_BYTES], at // BLOCK_BYTES) for at in starts]
-    assert as_text(sum(on_device)) == as_text(sum(on_threads)) == tensor_digest(data)
+    on_device = [digest._device_digest(byte_view(data)[at : at + 2 * BLOCK_BYTES], at // BLOCK_BYTES) for at in starts]
+    on_threads = [piece_digest(byte_view(data)[at : at + 2 * BLOCK_BYTES], at // BLOCK_BYTES) for at in starts]
+    assert digest_text(sum(on_device)) == digest_text(sum(on_threads)) == tensor_digest(data)
     monkeypatch.setattr(digest, "_THREAD_BYTES", BLOCK_BYTES)
     assert tensor_digest(data, 4) == defined(flat.tobytes())
 
@@ -163,7 +163,7 @@ def test_every_single_bit_counts() -> None:
 def test_copying_gives_the_bytes_and_their_digest(threads: int, num_bytes: int) -> None:
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     target = torch.full((num_bytes,), 7, dtype=torch.uint8)
-    assert as_text(piece_digest(source, 0, target, threads)) == tensor_digest(source)
+    assert digest_text(piece_digest(source, 0, target, threads)) == tensor_digest(source)
     assert torch.equal(source, target)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quartet.weights.manifest import TensorSpec, WeightSyncError
-from quartet.weights.shared_memory import Segment, layout
+from quartet.weights.shared_memory import SharedSegment, memory_layout
 from quartet.weights.sink import NamedSource
 
 WEIGHTS = {
@@ -23,9 +23,9 @@ SPECS = [TensorSpec.of(name, tensor) for name, tensor in WEIGHTS.items()]
 
 def test_a_segment_has_no_name_and_reaches_only_who_opens_it() -> None:
     before = set(os.listdir("/dev/shm"))
-    owner = Segment.create(4096)
+    owner = SharedSegment.create(4096)
     path = owner.path
-    other = Segment.open(path, 4096)
+    other = SharedSegment.open(path, 4096)
     owner.bytes[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     assert other.bytes[:4].tolist() == [1, 2, 3, 0]
     other.bytes[0] = 9  # its own copy of the page from now on
@@ -36,20 +36,20 @@ def test_a_segment_has_no_name_and_reaches_only_who_opens_it() -> None:
     other.close()
     assert tensor[1] == 2
     with pytest.raises(WeightSyncError, match="cannot be opened"):
-        Segment.open(path, 4096)
-    follower = Segment.create(4096)  # may have the number of the one that was closed
+        SharedSegment.open(path, 4096)
+    follower = SharedSegment.create(4096)  # may have the number of the one that was closed
     with pytest.raises(WeightSyncError, match="cannot be opened"):
-        Segment.open(path, 4096)
+        SharedSegment.open(path, 4096)
     follower.close()
 
 
 def test_more_memory_than_there_is_fails_at_once() -> None:
     with pytest.raises(WeightSyncError, match="no shared memory"):
-        Segment.create(2**60)
+        SharedSegment.create(2**60)
 
 
 def test_tensors_begin_at_lines_of_the_cache() -> None:
-    offsets, num_bytes = layout(SPECS)
+    offsets, num_bytes = memory_layout(SPECS)
     assert all(offset % 64 == 0 for offset in offsets.values()) and num_bytes == 64 * 4
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quartet.weights.digest import BLOCK_BYTES, tensor_digest
 from quartet.weights.manifest import TensorSpec, WeightMismatch, WeightsRefused, WeightsUnusable
-from quartet.weights.sink import NamedSource, Status, TensorSink, sync_in_process
+from quartet.weights.sink import NamedSource, SinkStatus, TensorSink, sync_in_process
 
 
 def send(sink: TensorSink, tensors: dict[str, Tensor], version: int) -> None:
@@ -49,7 +49,7 @@ def test_a_sleeping_engines_memory_is_not_held() -> None:
     with pytest.raises(WeightsRefused, match=r"\[4, 3\], needed F32 \[0\]"):
         send(sink, {"w": torch.ones(4, 3)}, 1)
     parameter.data = torch.zeros(4, 3)
-    assert sink.status is Status.UNUSABLE
+    assert sink.status is SinkStatus.UNUSABLE
     send(sink, {"w": torch.ones(4, 3)}, 1)
     assert torch.equal(parameter, torch.ones(4, 3))
     sink.require(1)
@@ -102,7 +102,7 @@ def test_ties_that_differ_are_found() -> None:
     sink = TensorSink([("embed", weight), ("head", weight)])
     with pytest.raises(WeightMismatch, match="'embed'"):
         send(sink, {"embed": torch.ones(2), "head": torch.zeros(2)}, 1)
-    assert sink.status is Status.UNUSABLE
+    assert sink.status is SinkStatus.UNUSABLE
 
 
 def test_an_engine_that_sleeps_in_a_sync_serves_nothing_after_it() -> None:
@@ -112,7 +112,7 @@ def test_an_engine_that_sleeps_in_a_sync_serves_nothing_after_it() -> None:
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         yield "w", torch.ones(3)
-        if sink.status is Status.RECEIVING:
+        if sink.status is SinkStatus.RECEIVING:
             sink.invalidate("the engine slept")
 
     with pytest.raises(WeightsUnusable, match="no more room"):

@@ -91,9 +91,8 @@ def _build_norm(module: nn.Module) -> Forward | None:
     # Also rows so small that epsilon decides.
     width, generator = 24, torch.Generator().manual_seed(0)
     x = torch.randn(6, width, generator=generator) * torch.tensor([3.0, 1.0, 0.1, 1e-3, 1e-4, 0.0]).unsqueeze(1)
-    stand_in = copy.copy(module)
-    weight = nn.Parameter(torch.randn(width, generator=generator), requires_grad=False)
-    stand_in._parameters = {**module._parameters, "weight": weight}
+    stand_in = copy.deepcopy(module)
+    stand_in.weight = nn.Parameter(torch.randn(width, generator=generator), requires_grad=False)
     # Only torch's own class looks at it.
     vars(stand_in)["normalized_shape"] = (width,)
     with torch.no_grad():
@@ -114,8 +113,8 @@ def _norm_forward(own: Forward, eps: float, offset: float) -> Forward:
     """
     epsilon = torch.tensor(eps, device="cpu")
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        weight = module._parameters["weight"]
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = module.weight
         if len(args) != 1 or kwargs or weight is None or not _is_plain(args[0], weight):
             return own(module, *args, **kwargs)
         x: Tensor = args[0]

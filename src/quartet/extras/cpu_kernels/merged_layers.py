@@ -33,7 +33,7 @@ from quartet.extras.cpu_kernels.fused import SignedSin
 from quartet.models.attention import AttentionContext, AttentionParams, PackedAttention, RecordedAttention
 from quartet.models.lora import AdaptedLayer
 from quartet.models.packed_model import PackedCausalLM, decoder_layers
-from quartet.rollout.compute_dtype_weights import Adapted, CopySource, Form, WeightCopy, as_it_is, converted
+from quartet.rollout.compute_dtype_weights import Adapted, CopySource, Form, WeightCopy, convert_parameters, keep_dtype
 
 MIN_PACKED = 2**17
 """Numbers of a weight from which on a packed product is quicker than a transposed one."""
@@ -62,7 +62,7 @@ def is_packed_best(num_numbers: int) -> bool:
 
 def plain_form(num_inputs: int) -> Form:
     """Returns the transposed form where that gives a row the same bits in any batch, else the weight as it is."""
-    return transposed if num_inputs <= MAX_TRANSPOSED_INPUTS or torch.get_num_threads() > 1 else as_it_is
+    return transposed if num_inputs <= MAX_TRANSPOSED_INPUTS or torch.get_num_threads() > 1 else keep_dtype
 
 
 def product(weight: Tensor | None, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -313,9 +313,9 @@ def copies(packed: PackedCausalLM, adapted: Adapted, num_rows: int, in_place: bo
     def form_of(module: nn.Module, parameter: nn.Parameter) -> Form:
         is_linear = type(module) is nn.Linear or (isinstance(module, nn.Linear) and module in adapted)
         is_plain = parameter.dtype == torch.float32 and parameter.dim() == 2 and parameter.device.type == "cpu"
-        return plain_form(parameter.shape[1]) if is_linear and is_plain else as_it_is
+        return plain_form(parameter.shape[1]) if is_linear and is_plain else keep_dtype
 
-    yield from converted(packed, adapted, done, form_of, in_place=in_place)
+    yield from convert_parameters(packed, adapted, done, form_of, in_place=in_place)
 
 
 def _packs(module: nn.Linear) -> bool:

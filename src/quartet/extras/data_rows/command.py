@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet.config import UserError
-from quartet.config.errors import printable
+from quartet.config.errors import escape_control
 
 if TYPE_CHECKING:
     from quartet.extras.data_rows.rows import DataRows, ShownRow, Span
@@ -31,10 +31,10 @@ def data(
     source: Annotated[str | None, typer.Option(help="Which data: evaluation_data, ptx.data, …")] = None,
 ) -> None:
     """Rows as they will be trained on, token by token."""
-    from quartet.config.load import job_named, load_recipe
+    from quartet.config.load import load_recipe, read_job_name
     from quartet.extras.data_rows.rows import DataRows, sections_of
 
-    job = job_named(recipe, overrides or [])
+    job = read_job_name(recipe, overrides or [])
     sections = sections_of(load_recipe(job, recipe, overrides or []))
     if not sections:
         raise UserError("the recipe names no data", found="no section with a path", remedy="set data.path")
@@ -45,7 +45,7 @@ def data(
         )
     found = DataRows(sections[key], key)
     for line in lines(found, f"{job}: {key}", rows, start):
-        typer.echo(printable(line))
+        typer.echo(escape_control(line))
     if found.stopping.skipped:
         sys.exit(1)
 
@@ -98,7 +98,7 @@ def _kind(span: Span, is_scored: bool) -> str:
 def _token_lines(span: Span, run: range) -> list[str]:
     """Returns the tokens of a run, apart by ``_BOUNDARY``; of a long run both ends."""
     shown = [
-        (printable(span.texts[n]).replace("\t", "→").replace("\n", "↵\n") or "·")
+        (escape_control(span.texts[n]).replace("\t", "→").replace("\n", "↵\n") or "·")
         + (f"[{span.marks[n]}]" if n in span.marks else "")
         for n in run
     ]

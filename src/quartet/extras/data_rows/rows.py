@@ -14,30 +14,30 @@ from typing import Any
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe
-from quartet.config.plugins import jobs, load
+from quartet.config.plugins import all_jobs, load_object
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.run import Recipe, SupervisedRecipe
-from quartet.data.datasets import Ordered, PromptItem
-from quartet.data.fields import Reading
-from quartet.data.formats import NothingLeft, Parsed
-from quartet.data.readers import Row, iter_rows
-from quartet.models.loading import outlined
-from quartet.text.loading import load_generation_config, local_directory, local_or_hub
+from quartet.data.datasets import PromptItem, TokenisedRows
+from quartet.data.fields import ReadOptions
+from quartet.data.formats import NoRowsLeft, ParsedRows
+from quartet.data.readers import DataRow, iter_rows
+from quartet.models.loading import load_on_meta
+from quartet.text.loading import expand_local_path, load_generation_config, resolve_model_directory
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import sampling_params
 from quartet.trainers.input_sources import (
     Reader,
+    choose_reader,
     context_length,
     demonstration_reader,
-    is_scalar,
-    limit_of,
+    describe_shares,
+    is_reward_model_directory,
     prompt_reader,
-    reader_of,
-    readings,
+    read_options,
     resolve_tokenizer,
-    shares,
+    token_limit,
 )
-from quartet.trainers.run_files import job_of
+from quartet.trainers.run_files import recipe_job
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def sections_of(recipe: Recipe) -> dict[str, Section]:
     match recipe:
         case SupervisedRecipe():
             asked = recipe.answered_by
-            how = (recipe.model, reader_of(recipe), asked is not None, asked, isinstance(recipe, RewardModelRecipe))
+            how = (recipe.model, choose_reader(recipe), asked is not None, asked, isinstance(recipe, RewardModelRecipe))
             found = {key: Section(getattr(recipe, key), *how) for key in ("data", "evaluation_data")}
         case RLRecipe():
             model, evaluation = recipe.actor.model, recipe.evaluation
@@ -75,8 +75,8 @@ def sections_of(recipe: Recipe) -> dict[str, Section]:
                 found["ptx.data"] = Section(recipe.ptx.data, model, demonstration_reader)
         case EvalRecipe():
             found["data"] = Section(recipe.data, recipe.model, prompt_reader, 1, recipe.sampling)
-        case _ if (sections := jobs()[job_of(recipe)].sections) is not None:
-            parts = load(sections)(recipe).items()
+        case _ if (sections := all_jobs()[recipe_job(recipe)].sections) is not None:
+            parts = load_object(sections)(recipe).items()
             found = {f"{above}.{key}": one for above, part in parts for key, one in sections_of(part).items()}
     return {key: section for key, section in found.items() if section.config is not None}
 
@@ -126,11 +126,11 @@ class DataRows:
     """
 
     def __init__(self, section: Section, key: str) -> None:
-        self.section, self.parts = section, readings(section.config, key)
+        self.section, self.parts = section, read_options(section.config, key)
         self.codec, context = _codec(section.model)
         assert section.config is not None, "it has sources"
-        self.limit = limit_of(section.config, context - section.room, key)
-        self.told, self.stopping = Parsed[Any](), Parsed[Any]()
+        self.limit = token_limit(section.config, context - section.room, key)
+        self.told, self.stopping = ParsedRows[Any](), ParsedRows[Any]()
         self.lengths, self.sizes = array("Q"), [0] * len(self.parts)
         self.num_rows = 0
 
@@ -155,7 +155,7 @@ class DataRows:
                 if is_wanted:
                     yield shown
 
-    def _row(self, row: Row, reading: Reading, part: int, is_wanted: bool) -> ShownRow:
+    def _row(self, row: DataRow, reading: ReadOptions, part: int, is_wanted: bool) -> ShownRow:
         reader, codec = self.section.reader, self.codec.limited(self.limit.max_tokens)
         shown = ShownRow(self.num_rows, row.place)
         try:
@@ -163,7 +163,7 @@ class DataRows:
             self.sizes[part] += 1
             self.lengths.append(data.items[0].num_tokens)
             return replace(shown, spans=self._spans(data) if is_wanted else ())
-        except NothingLeft as nothing:
+        except NoRowsLeft as nothing:
             self.told.skip(nothing.reason, row.place)
             length = f" ({nothing.found})" if nothing.problem.startswith("every") else ""
             return replace(shown, skipped=f"{nothing.reason}{length}")
@@ -171,7 +171,7 @@ class DataRows:
             self.stopping.skip(error.problem, row.place)
             return replace(shown, error=error)
 
-    def _spans(self, data: Ordered) -> tuple[Span, ...]:
+    def _spans(self, data: TokenisedRows) -> tuple[Span, ...]:
         """Returns the row's tokens with their masks, as its batch has them."""
         item = data.items[0]
         if isinstance(item, PromptItem):
@@ -213,7 +213,7 @@ class DataRows:
         """Returns the rows left out, by reason with their first places; the sources' shares of what is drawn."""
         config = self.section.config
         is_mixed = config is not None and len(self.parts) > 1 and all(self.sizes)
-        return [*self.told.report(), *(shares(config, self.sizes) if config and is_mixed else ())]
+        return [*self.told.report(), *(describe_shares(config, self.sizes) if config and is_mixed else ())]
 
 
 def _codec(model: ModelConfig | None) -> tuple[TextCodec, int]:
@@ -223,11 +223,11 @@ def _codec(model: ModelConfig | None) -> tuple[TextCodec, int]:
             "there is no model", found="its path is missing", remedy="set model.path (rl: actor.model.path)"
         )
     name = model.path if model.revision is None else f"{model.path}@{model.revision}"
-    path = local_directory(name, "model") or local_or_hub(name, "tokenizer")  # of the hub without weights
+    path = expand_local_path(name, "model") or resolve_model_directory(name, "tokenizer")  # of the hub without weights
     model = model.model_copy(update={"path": path, "revision": None})
-    tokenizer, empty = resolve_tokenizer(model, None), outlined(path, trust_remote_code=model.trust_remote_code)
+    tokenizer, empty = resolve_tokenizer(model, None), load_on_meta(path, trust_remote_code=model.trust_remote_code)
     generation = load_generation_config(path)
-    if generation is None and not is_scalar(model):
+    if generation is None and not is_reward_model_directory(model):
         generation = empty.generation_config
     return TextCodec.of(tokenizer, generation), context_length(empty)
 

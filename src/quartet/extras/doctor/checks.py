@@ -19,8 +19,8 @@ from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ExactMatchReward, MathReward, NumericReward, RegexReward
 from quartet.data.datasets import PromptData, PromptItem
-from quartet.data.fields import column_at
-from quartet.rewards.builtin import right_answers
+from quartet.data.fields import get_column
+from quartet.rewards.builtin import accepted_answers
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.roles import RLRoles
@@ -282,7 +282,7 @@ def answer_column(recipe: RLRecipe, items: Sequence[PromptItem]) -> str | None:
 def answer_text(item: PromptItem, column: str) -> str | None:
     """Returns the first of the row's right answers in ``column``; None where that holds anything else."""
     try:
-        value = column_at(item.columns, column)
-        return None if isinstance(value, bool) else next(iter(right_answers(value)), None)
+        value = get_column(item.columns, column)
+        return None if isinstance(value, bool) else next(iter(accepted_answers(value)), None)
     except (KeyError, UserError):
         return None

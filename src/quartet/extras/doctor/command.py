@@ -23,14 +23,14 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object with all findings.")] = False,
 ) -> None:
     """Examines an RL recipe before its run."""
-    from quartet.config.errors import printable
+    from quartet.config.errors import escape_control
     from quartet.config.load import load_recipe
     from quartet.config.recipe import RLRecipe
     from quartet.extras.doctor.examine import examine
 
     def show(finding: Finding) -> None:
         if not as_json:
-            typer.echo(printable(finding.line()))
+            typer.echo(escape_control(finding.line()))
 
     loaded = load_recipe("rl", recipe, overrides or [])
     assert isinstance(loaded, RLRecipe)

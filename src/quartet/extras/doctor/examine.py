@@ -25,15 +25,15 @@ from quartet.data.datasets import PromptItem
 from quartet.extras.doctor import rewards
 from quartet.extras.doctor.checks import Finding, Findings, judged, quick_findings
 from quartet.observe.memory import available_bytes
-from quartet.schedule.groups import GREEDY, Chunk, chunk_of
-from quartet.schedule.iteration import ModelScorer, PartScorer, Scorer, UpdatePlan, score_all
-from quartet.schedule.model_worker import ModelWorker, TrainWorker, Update
+from quartet.schedule.groups import GREEDY, Chunk, make_chunk
+from quartet.schedule.iteration import ModelScorer, Scorer, SubsetScorer, UpdatePlan, score_chunk
+from quartet.schedule.model_worker import ModelWorker, TrainWorker, UpdateSpec
 from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 from quartet.trainers.experience import Experience, sampled_only
 from quartet.trainers.loop import RLLoop
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.roles import RLRoles, limits_of
+from quartet.trainers.roles import RLRoles, policy_limits
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import output_path
 from quartet.trainers.signals import run_async
@@ -67,13 +67,13 @@ class ExaminedRun:
                 found += [answers.select([s]) for s in range(len(answers))]  # of each engine that a worker has
         return found
 
-    def needs(self) -> Needs:
+    def needs(self) -> ForwardNeeds:
         """Asks for log-probabilities of what was sampled, at the recipe's temperature."""
         recipe = self.roles.recipe
         temperature = recipe.rollout.sampling.temperature
-        return Needs(logprobs=True, mask="action_mask", temperature=temperature, limits=limits_of(recipe))
+        return ForwardNeeds(logprobs=True, mask="action_mask", temperature=temperature, limits=policy_limits(recipe))
 
-    async def logprobs(self, batch: RaggedBatch, needs: Needs) -> Tensor:
+    async def logprobs(self, batch: RaggedBatch, needs: ForwardNeeds) -> Tensor:
         """Returns the actor's log-probabilities ``[T]``."""
         async with self.loop.leases.turn("actor", "forward", "doctor", step=0, reads={"actor": None}):
             found = await self.roles.groups["actor"].call(ModelWorker.forward, batch.without_objects(), needs)
@@ -116,8 +116,8 @@ async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet])
         scorers.append(ModelScorer(loop.leases, "actor", roles.groups["actor"], run.needs(), OLD, trains=True))
     parts: list[Scorer] = list(scorers)
     if GREEDY in chunk.data.sequence:
-        parts = [PartScorer(scorer, sampled_only) for scorer in scorers]
-    columns = await score_all(parts, chunk)
+        parts = [SubsetScorer(scorer, sampled_only) for scorer in scorers]
+    columns = await score_chunk(parts, chunk)
     experience: Experience = await loop.stages.assemble([(chunk, [*rewards, *columns])])
     return Learned(experience, await _update(run, loop.learned(experience)))
 
@@ -129,7 +129,7 @@ async def _update(run: ExaminedRun, batch: RaggedBatch) -> dict[str, float]:
     if not picked:
         return {}
     actor = roles.train_group("actor")
-    update = Update(picked[0], loop.policy_objective(False), 0, rehearsal=True)
+    update = UpdateSpec(picked[0], loop.policy_objective(False), 0, rehearsal=True)
     if roles.ptx is not None:
         await actor.call(TrainWorker.expect_update, 0)
     # Weights are read, and stay: nobody waits for a new version.
@@ -433,4 +433,4 @@ class _Examination:
         source = roles.source(rollout, lambda finished: None)
         responses = roles.recipe.responses_per_prompt
         num = min(roles.recipe.prompts_per_step, _PROMPTS, max(2, -(-_ANSWERS // responses)))
-        return chunk_of(0, 0, list(await asyncio.gather(*map(source, range(num)))))
+        return make_chunk(0, 0, list(await asyncio.gather(*map(source, range(num)))))

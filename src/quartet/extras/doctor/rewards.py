@@ -18,14 +18,14 @@ from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import MathReward
 from quartet.data.datasets import PromptItem
 from quartet.extras.doctor.checks import Finding, answer_column, answer_text, compared_reward, judged
-from quartet.rewards.math_worker import stands_alone
-from quartet.rewards.source import combine
+from quartet.rewards.math_worker import is_plain_answer
+from quartet.rewards.source import combine_scores
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.groups import GREEDY, Chunk, Group, chunk_of
-from quartet.schedule.iteration import PartScorer, Scorer, score_all
+from quartet.schedule.groups import GREEDY, Chunk, PromptGroup, make_chunk
+from quartet.schedule.iteration import Scorer, SubsetScorer, score_chunk
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluation import answers_of
+from quartet.trainers.evaluation import completions_as_group
 from quartet.trainers.experience import sampled_and_greedy
 from quartet.trainers.model_loader import encode_answer
 from quartet.trainers.run import Stopwatch
@@ -46,7 +46,7 @@ def known_answers(recipe: RLRecipe, items: Sequence[PromptItem], num: int) -> li
 
     def given(text: str) -> str:
         """Writes an answer as a completion has it: of bare LaTeX math would read a part."""
-        return f"\\boxed{{{text}}}" if is_math and not stands_alone(text) else text
+        return f"\\boxed{{{text}}}" if is_math and not is_plain_answer(text) else text
 
     found = []
     for place, (item, right) in enumerate(rows):
@@ -88,14 +88,14 @@ async def score(run: ExaminedRun, chunk: Chunk) -> Scored:
     batch, weights, watch = chunk.data, run.roles.rewards.weights, Stopwatch()
     scorers: list[Scorer] = list(run.roles.reward_scorers(run.loop.leases))
     if GREEDY in batch.sequence:
-        scorers = [PartScorer(scorer, sampled_and_greedy) for scorer in scorers]
-    columns = await score_all(scorers, chunk)
+        scorers = [SubsetScorer(scorer, sampled_and_greedy) for scorer in scorers]
+    columns = await score_chunk(scorers, chunk)
     final_N = Trajectories.of(batch).final_N
     found = dict(batch.sequence) | {name: values for one in columns for name, values in one.sequence.items()}
     rewards = {name: found[REWARD_PREFIX + name][final_N].double() for name in weights}
     total_N = torch.full((len(final_N),), torch.nan, dtype=torch.float64)
     if weights:
-        scores_N, applies_N = combine(rewards, weights)
+        scores_N, applies_N = combine_scores(rewards, weights)
         total_N = scores_N.masked_fill(~applies_N, torch.nan)
     return Scored(rewards, total_N, columns, watch.seconds)
 
@@ -132,14 +132,14 @@ async def score_known_answers(run: ExaminedRun) -> Scored | None:
     Raises:
         UserError: a source failed.
     """
-    roles, groups = run.roles, list[Group]()
+    roles, groups = run.roles, list[PromptGroup]()
     known = known_answers(roles.recipe, roles.prompts.items, _KNOWN)
     if not known or roles.environment is not None or not roles.rewards.weights:
         return None
     for place, (item, *texts) in enumerate(known):
         made = [_completion(roles.codec, item.prompt, text) for text in texts]
-        groups.append(answers_of(roles.codec, place, item, made, texts))
-    return await score(run, chunk_of(0, 0, groups))
+        groups.append(completions_as_group(roles.codec, place, item, made, texts))
+    return await score(run, make_chunk(0, 0, groups))
 
 
 def _completion(codec: TextCodec, prompt: PromptText, text: str) -> Completion:

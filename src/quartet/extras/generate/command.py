@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quartet.cli.options import Precision, Revision, TrustRemoteCode
-from quartet.config.errors import printable
+from quartet.config.errors import escape_control
 
 
 def generate(
@@ -38,11 +38,11 @@ def generate(
     from quartet.config.load import load_engine
     from quartet.models.loading import load_causal_lm
     from quartet.rollout.protocol import SamplingParams
-    from quartet.text.loading import check_vocabulary, local_or_hub
+    from quartet.text.loading import check_vocabulary, resolve_model_directory
     from quartet.text.tokenizer import TextCodec
     from quartet.trainers.checkpoints import model_directory
-    from quartet.trainers.devices import FrozenModels, find_device, precision_on
-    from quartet.trainers.engines import step_engine
+    from quartet.trainers.devices import FrozenModels, resolve_device, resolve_precision
+    from quartet.trainers.engines import frozen_model_engine
     from quartet.trainers.evaluation import generate as run
 
     sampling = SamplingParams(
@@ -53,21 +53,21 @@ def generate(
         max_new_tokens=max_new_tokens,
         stop_strings=tuple(stop or ()),
     )
-    where = find_device(device)
-    frozen = FrozenModels(where, precision_on(where, precision))
-    model = local_or_hub(model_directory(model, revision, trust_remote_code=trust_remote_code), "model")
+    where = resolve_device(device)
+    frozen = FrozenModels(where, resolve_precision(where, precision))
+    model = resolve_model_directory(model_directory(model, revision, trust_remote_code=trust_remote_code), "model")
     given = ModelConfig(path=model, trust_remote_code=trust_remote_code)
     codec = TextCodec.from_pretrained(model, chat_template=chat_template, trust_remote_code=trust_remote_code)
     packed = frozen.causal(load_causal_lm(model, trust_remote_code=trust_remote_code))
     check_vocabulary(codec.tokenizer, packed.vocab_size)
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
     for warning in packed.warnings:
-        typer.echo(printable(warning), err=True)
+        typer.echo(escape_control(warning), err=True)
     chosen = load_engine(engine) if engine else NativeEngineConfig()
-    with step_engine(chosen, packed, codec, given, packed.device) as generator:
+    with frozen_model_engine(chosen, packed, codec, given, packed.device) as generator:
         found = run(packed, codec, prompts, sampling, num_responses=num, seed=seed, engine=generator)
     for text, answers in zip(prompt, found, strict=True):
         for answer in answers:
             whole = answer.text if chat else text + answer.text
             # Programs that read the output get the answer as it is; a terminal must not obey it.
-            typer.echo(printable(whole) if sys.stdout.isatty() else whole)
+            typer.echo(escape_control(whole) if sys.stdout.isatty() else whole)

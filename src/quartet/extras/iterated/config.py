@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from quartet.config.choices import RewardConfig
-from quartet.config.common import DataConfig, Strict
-from quartet.config.plugins import Starter
+from quartet.config.common import DataConfig, StrictModel
+from quartet.config.plugins import StarterRecipe
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.run import TrainingRecipe
 from quartet.config.strict import Prompts, Samples
@@ -18,7 +18,7 @@ REWARD = "reward_model"
 """Name of the trained reward model among the sources."""
 
 
-class CollectConfig(Strict):
+class CollectConfig(StrictModel):
     """Where fresh pairs come from: the round's policy answers prompts of ``rl.data`` as in RL, a labeller scores
     the answers, and the best and the worst of a prompt make a pair.
     """
@@ -53,7 +53,7 @@ class IteratedRecipe(TrainingRecipe):
             yield f"rl.rewards has one called {REWARD!r}, as the trained one is: rename it"
 
 
-STARTER = Starter(
+STARTER = StarterRecipe(
     "prompts.jsonl",
     ("prompt",),
     {

@@ -28,21 +28,21 @@ from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
 from quartet.config.run import Recipe
-from quartet.data.datasets import PromptData, draws
+from quartet.data.datasets import PromptData, draw_batch
 from quartet.extras.iterated.config import REWARD, IteratedRecipe
 from quartet.models.loading import load_causal_lm
 from quartet.observe.callbacks import Callback
 from quartet.observe.files import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.trainers.checkpoints import TrainResult
-from quartet.trainers.devices import FrozenModels, precision_on
+from quartet.trainers.devices import FrozenModels, resolve_precision
 from quartet.trainers.evaluation import EvaluationModel
-from quartet.trainers.evaluation_metrics import Answer, by_prompt, write_answers, write_rows
+from quartet.trainers.evaluation_metrics import ScoredAnswer, group_by_prompt, write_answers, write_json_lines
 from quartet.trainers.input_sources import check_recipe
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, open_run
-from quartet.trainers.run_files import Resume, completed, writing
-from quartet.trainers.signals import StopSignals, number_of, stop_signals
+from quartet.trainers.run_files import Resume, completed_stage, naming_write_errors
+from quartet.trainers.signals import StopSignals, signal_number, stop_signals
 from quartet.trainers.supervised import RewardModelTrainer
 
 
@@ -84,7 +84,7 @@ class IteratedTrainer:
             with stop_signals() as self._signals, self.run:
                 return self._train()
         except (Interrupted, KeyboardInterrupt) as stop:
-            raise Interrupted(self.path, None, number_of(stop)) from stop
+            raise Interrupted(self.path, None, signal_number(stop)) from stop
 
     def _train(self) -> TrainResult:
         # Rows of complete rounds are made anew from what their stages have left.
@@ -97,7 +97,7 @@ class IteratedTrainer:
             self.run.log(last, metrics)
         for name, stage in (("model", "rl"), ("reward_model", "reward_model")):
             link, target = self.path / name, Path(f"round_{last}_{stage}") / "model"
-            with writing(link):
+            with naming_write_errors(link):
                 link.unlink(missing_ok=True)
                 link.symlink_to(target)
         policy = partial(load_causal_lm, str(self.path / "model"))
@@ -131,7 +131,7 @@ class IteratedTrainer:
             saved = json.loads(marker.read_text(encoding="utf-8"))
         else:
             answers, label = self._answers(number)
-            groups = by_prompt(answers)
+            groups = group_by_prompt(answers)
             fresh = [pair for group in groups if (pair := make_pair(group, label)) is not None]
             if not fresh:
                 raise UserError(
@@ -142,9 +142,9 @@ class IteratedTrainer:
             labels = [answer.rewards[label] for answer in answers if not math.isnan(answer.rewards[label])]
             figures = {"iterated/pairs": float(len(fresh)), "iterated/label_mean": fmean(labels)}
             data = self.path / "data"
-            with writing(data):
+            with naming_write_errors(data):
                 write_answers(data / f"answers_round_{number}.jsonl", answers)
-                write_rows(data / f"pairs_round_{number}.jsonl", fresh)
+                write_json_lines(data / f"pairs_round_{number}.jsonl", fresh)
                 saved = {"seconds": round(watch.seconds, 3), "metrics": figures}
                 replace_atomically(marker, json.dumps(saved).encode())
         metrics: dict[str, float] = saved["metrics"]
@@ -152,16 +152,16 @@ class IteratedTrainer:
         self.progress.print(f"round {number}: {metrics['iterated/pairs']:.0f} fresh pairs")
         return metrics
 
-    def _answers(self, number: int) -> tuple[list[Answer], str]:
+    def _answers(self, number: int) -> tuple[list[ScoredAnswer], str]:
         """Returns the policy's answers to the round's prompts, and the labeller's name among their scores."""
         recipe, config = self.recipe, self.recipe.collect
-        frozen = FrozenModels(self.device, precision_on(self.device, recipe.rl.actor.train.precision))
+        frozen = FrozenModels(self.device, resolve_precision(self.device, recipe.rl.actor.train.precision))
         rollout, labeller = recipe.rl.rollout, (config.labeller,)
         evaluation_model = EvaluationModel(
             self._policy(number), recipe.rl.data, labeller, frozen=frozen, engine=rollout.engine
         )
         size = min(config.prompts_per_round, len(evaluation_model.prompts))
-        chosen = dict.fromkeys(i for i, _ in draws(recipe.seed, number - 1, evaluation_model.prompts.order, size))
+        chosen = dict.fromkeys(i for i, _ in draw_batch(recipe.seed, number - 1, evaluation_model.prompts.order, size))
         items = tuple(evaluation_model.prompts.items[i] for i in chosen)
         evaluation_model.prompts = PromptData(items, evaluation_model.prompts.warnings)
         (label,) = evaluation_model.rewards.weights
@@ -172,7 +172,7 @@ class IteratedTrainer:
 
     def _stage(self, name: str, trainer: Callable[..., Any], recipe: Callable[[], Any]) -> None:
         """Runs a job of the round to its end, unless that has been done."""
-        if (done := completed(self.path / name, self.run.warning)) is None:
+        if (done := completed_stage(self.path / name, self.run.warning)) is None:
             done = trainer(recipe(), resume="auto", progress=self.progress).train().summary["stages"][0]
         self._stages.append({**done, "name": name})
         self.run.remote.saved()
@@ -212,7 +212,7 @@ def sections(recipe: IteratedRecipe) -> dict[str, Recipe]:
 # Pairs -----------------------------------------------------------------------------------------------------
 
 
-def make_pair(group: Sequence[Answer], label: str) -> dict[str, Any] | None:
+def make_pair(group: Sequence[ScoredAnswer], label: str) -> dict[str, Any] | None:
     """Makes a row of the best and the worst answer to one prompt, None where their labels do not differ.
 
     Args:

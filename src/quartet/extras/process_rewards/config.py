@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from quartet.config.common import ShardingConfig, Strict
-from quartet.config.plugins import Starter
-from quartet.config.rewards import ModelSource
+from quartet.config.common import ShardingConfig, StrictModel
+from quartet.config.plugins import StarterRecipe
+from quartet.config.rewards import BaseModelReward
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import Rows, Tokens
 
@@ -22,22 +22,22 @@ class ProcessRewardRecipe(SupervisedRecipe):
     answers_per_step: Rows = Field(32, ge=1, description="Answers in each update.")
 
 
-STARTER = Starter("steps.jsonl", ("prompt", "steps", "labels"), {"separator": "\n\n"})
+STARTER = StarterRecipe("steps.jsonl", ("prompt", "steps", "labels"), {"separator": "\n\n"})
 
 
-class SumSteps(Strict):
+class SumSteps(StrictModel):
     """The scores of all steps are added up."""
 
     name: Literal["sum"] = "sum"
 
 
-class MinSteps(Strict):
+class MinSteps(StrictModel):
     """A response is worth its worst step."""
 
     name: Literal["min"] = "min"
 
 
-class DiscountedSteps(Strict):
+class DiscountedSteps(StrictModel):
     """A sum in which step k counts gamma^(k-1): many steps cannot pay more than 1 / (1 - gamma) good ones."""
 
     name: Literal["discounted"] = "discounted"
@@ -47,7 +47,7 @@ class DiscountedSteps(Strict):
 CombineConfig = Annotated[SumSteps | MinSteps | DiscountedSteps, Field(discriminator="name")]
 
 
-class ProcessModelReward(ModelSource):
+class ProcessModelReward(BaseModelReward):
     """A model that judges every step of a completion, as `quartet process-reward` trains it.
 
     A step's score is the probability that it is right, and lands on its last token where the method has rewards of

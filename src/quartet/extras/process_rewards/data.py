@@ -36,13 +36,13 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.data.datasets import Batches, Kept, TokenLimit, checked
-from quartet.data.fields import AS_GIVEN, Fields, Reading, Skip, field_excerpt, placed, prompt_field
-from quartet.data.formats import Parsed, parse_rows
-from quartet.data.readers import Row
+from quartet.data.datasets import RowCollector, TokenLimit, TrainingRows, check_examples
+from quartet.data.fields import AS_GIVEN, ReadOptions, RowFields, SkipRow, field_excerpt, naming_row, read_prompt
+from quartet.data.formats import ParsedRows, parse_rows
+from quartet.data.readers import DataRow
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.text.examples import PromptText
-from quartet.text.loading import local_or_hub
+from quartet.text.loading import resolve_model_directory
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.input_sources import Reader
 
@@ -106,7 +106,7 @@ def save_step_separator(separator: str, directory: Path) -> None:
 
 def load_step_separator(path: str) -> str | None:
     """Reads the separator of a model directory or hub name; None where it has none."""
-    file = Path(local_or_hub(path, "model"), _PROCESS_FILE)
+    file = Path(resolve_model_directory(path, "model"), _PROCESS_FILE)
     return str(json.loads(file.read_text(encoding="utf-8"))["separator"]) if file.is_file() else None
 
 
@@ -137,7 +137,7 @@ def _misfit(place: str, reason: str) -> UserError:
     )
 
 
-def step_labelled(rows: Iterable[Row], separator: str, reading: Reading = AS_GIVEN) -> Parsed[StepLabelled]:
+def step_labelled(rows: Iterable[DataRow], separator: str, reading: ReadOptions = AS_GIVEN) -> ParsedRows[StepLabelled]:
     """Reads typed examples. Left out and counted: answers of which no step has a label.
 
     Raises:
@@ -146,11 +146,11 @@ def step_labelled(rows: Iterable[Row], separator: str, reading: Reading = AS_GIV
     return parse_rows(partial(_example, separator=separator), rows, reading)
 
 
-def _example(fields: Fields, separator: str) -> StepLabelled:
+def _example(fields: RowFields, separator: str) -> StepLabelled:
     name = next((name for name in _STEPS if fields.has(name)), None)
     if not fields.has("labels") or (name is None and not fields.has("completion")):
         raise fields.missing("`prompt`, `steps` (or `completion`) and `labels`")
-    prompt = prompt_field(fields)
+    prompt = read_prompt(fields)
     values = _list(fields, "labels")
     labels = tuple(_label(value, fields.place) for value in values)
     text = _joined(fields, name, separator) if name is not None else fields.text("completion")
@@ -158,11 +158,11 @@ def _example(fields: Fields, separator: str) -> StepLabelled:
     if num_steps != len(labels):
         raise _misfit(fields.place, f"{len(labels)} labels for {num_steps} steps that end with {separator!r}")
     if all(label is None for label in labels):
-        raise Skip("no step has a label")
+        raise SkipRow("no step has a label")
     return StepLabelled(prompt, text, labels, fields.place)
 
 
-def _list(fields: Fields, name: str) -> list[Any]:
+def _list(fields: RowFields, name: str) -> list[Any]:
     value = fields.parsed(name)
     if not isinstance(value, list) or not value:
         raise _misfit(fields.place, f"`{name}` is {field_excerpt(value)}, not a list with entries")
@@ -180,7 +180,7 @@ def _label(value: Any, place: str) -> float | None:
     raise _misfit(place, f"label {field_excerpt(value)} is not 0, 1, -1, true, false, '+', '-' or a number from 0 to 1")
 
 
-def _joined(fields: Fields, name: str, separator: str) -> str:
+def _joined(fields: RowFields, name: str, separator: str) -> str:
     """Joins the steps to one text, each but the last ended by the separator."""
     steps = _list(fields, name)
     for step in steps:
@@ -220,20 +220,22 @@ class ProcessItem:
 
 
 @dataclass(frozen=True)
-class ProcessData(Batches):
+class ProcessData(TrainingRows):
     """Step-labelled answers as token ids."""
 
     items: Sequence[ProcessItem]
 
     @classmethod
-    def build(cls, parsed: Parsed[StepLabelled], codec: TextCodec, separator: str, limit: TokenLimit) -> ProcessData:
+    def build(
+        cls, parsed: ParsedRows[StepLabelled], codec: TextCodec, separator: str, limit: TokenLimit
+    ) -> ProcessData:
         """Tokenises; a sequence beyond the limit is an error or is left out.
 
         Raises:
             UserError: the steps cannot be told apart in the tokens.
         """
-        kept = Kept[ProcessItem](limit, "sequence")
-        for example in checked(parsed, codec):
+        kept = RowCollector[ProcessItem](limit, "sequence")
+        for example in check_examples(parsed, codec):
             item = _tokenised(example, codec, separator, limit.max_tokens)
             kept.add(item, item.parts)
         return cls(**kept.fields(parsed))
@@ -264,7 +266,7 @@ class ProcessData(Batches):
 
 def _tokenised(example: StepLabelled, codec: TextCodec, separator: str, max_tokens: int) -> ProcessItem:
     """Makes the item of a row; of one that is too long the length alone counts, so its steps are not looked for."""
-    with placed(example.place):
+    with naming_row(example.place):
         prompt_ids, completion_ids = codec.encode_completion(example.prompt, example.completion)
     if len(prompt_ids) + len(completion_ids) > max_tokens:
         return ProcessItem(tuple(prompt_ids), tuple(completion_ids), (), (), example.place)

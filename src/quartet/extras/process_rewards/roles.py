@@ -16,23 +16,23 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from quartet.algorithms.segments import segment_count, wide
+from quartet.algorithms.segments import segment_count, to_reduction_dtype
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories
 from quartet.config import UserError
 from quartet.extras.process_rewards.config import DiscountedSteps, ProcessModelReward
 from quartet.extras.process_rewards.data import answer_pieces, last_tokens, load_step_separator, split_steps
 from quartet.extras.process_rewards.trainer import STEP_NEEDS, mean_gap, process_rewards, right_answers, step_credits
-from quartet.rewards.source import combine
+from quartet.rewards.source import combine_scores
 from quartet.schedule.iteration import Chunk, ModelScorer
 from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker
 from quartet.schedule.role_group import RoleGroup
-from quartet.text.loading import reads_the_same
+from quartet.text.loading import have_same_vocabulary
 from quartet.text.tokenizer import TextCodec
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.model_loader import EpisodeScorer, RewardModelRole, load_source
+from quartet.trainers.model_loader import EpisodeScorer, RewardModelRole, load_reward_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class ProcessScoreWorker(ScoreWorker):
         super().__init__(role.model, role.budget)
         self._role = role
 
-    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+    def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
         if not len(batch):
             return ColumnSet(())
         role = self._role
@@ -107,7 +107,7 @@ class ProcessScorer(EpisodeScorer):
         name, combine = self.role.name, self.role.config.combine
         gamma = combine.gamma if isinstance(combine, DiscountedSteps) else 1.0
         scores_T = logits_T.new_full((batch.num_tokens,), float("nan"))
-        scores_T[mask_T] = wide(logits_T[mask_T]).sigmoid()
+        scores_T[mask_T] = to_reduction_dtype(logits_T[mask_T]).sigmoid()
         trajectories = Trajectories.of(batch)
         sequence_T = batch.sequence_index()
         owner_T = torch.where(sequence_T >= 0, trajectories.owner_S[sequence_T.clamp(min=0)], -1)
@@ -144,8 +144,8 @@ def process_model(config: ProcessModelReward, codec: TextCodec, frozen: FrozenMo
             found=f"{config.path} has no process_reward.json, and the recipe no separator",
             remedy="set separator to what ended the steps it was trained on",
         )
-    tokenizer, packed, budget = load_source(config, frozen)
-    if trained_with not in (None, separator) or not reads_the_same(tokenizer, codec.tokenizer):
+    tokenizer, packed, budget = load_reward_model(config, frozen)
+    if trained_with not in (None, separator) or not have_same_vocabulary(tokenizer, codec.tokenizer):
         raise UserError(
             f"process reward {config.name!r} does not read what the policy writes",
             found=f"steps end with {separator!r}, in training with {trained_with!r}; tokenizers may differ",
@@ -212,4 +212,4 @@ def _combined(
         num = len(next(iter(rewards.values())))
         return torch.zeros(num, dtype=torch.float64), torch.zeros(num, dtype=torch.bool)
     only_logged = not any(weights[name] for name in names)
-    return combine(rewards, {name: 1.0 if only_logged else weights[name] for name in names})
+    return combine_scores(rewards, {name: 1.0 if only_logged else weights[name] for name in names})

@@ -33,17 +33,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quartet.algorithms.segments import keep, masked_owner, reduction_dtype, segment_sum, time_order
+from quartet.algorithms.segments import masked_owner, owned_positions, reduction_dtype, segment_sum, zero_unmasked
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.data import ProcessData, save_step_separator
 from quartet.models.loading import saved_paths
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs, Outputs
+from quartet.train.forward import ForwardNeeds, ForwardOutputs
 from quartet.train.metrics import MetricSums
-from quartet.train.objectives import Objective, required
-from quartet.trainers.run_files import writing
+from quartet.train.objectives import Objective, require_tensor
+from quartet.trainers.run_files import naming_write_errors
 from quartet.trainers.supervised import SupervisedTrainer, SupervisedWorker
 
 CombinationRule = Literal["sum", "min", "discounted"]
@@ -65,8 +65,8 @@ def step_credits(
         rule: how steps are combined.
         gamma: discount per *step*, read by ``discounted`` alone.
     """
-    scores_T = keep(scores_T, step_mask_T)
-    order_A = time_order(masked_owner(owner_T, step_mask_T))
+    scores_T = zero_unmasked(scores_T, step_mask_T)
+    order_A = owned_positions(masked_owner(owner_T, step_mask_T))
     scores_A, owner_A = scores_T[order_A], owner_T[order_A]
     match rule:
         case "sum":
@@ -93,7 +93,7 @@ def process_rewards(
     owner_T = masked_owner(owner_T, step_mask_T)
     if rule != "min":
         return segment_sum(step_credits(scores_T, step_mask_T, owner_T, rule, gamma), owner_T, num_owners)
-    kept_T = keep(scores_T, owner_T >= 0)
+    kept_T = zero_unmasked(scores_T, owner_T >= 0)
     slots = torch.zeros(num_owners + 1, dtype=kept_T.dtype, device=kept_T.device)
     return slots.scatter_reduce(0, owner_T + 1, kept_T, "amin", include_self=False)[1:]
 
@@ -178,7 +178,7 @@ def mean_gap(rewards_N: Tensor, is_right_N: Tensor, applies_N: Tensor) -> Tensor
 
 
 _ANSWERS_PER_PASS = 128
-STEP_NEEDS = Needs(step_scores=True, mask="step_mask")
+STEP_NEEDS = ForwardNeeds(step_scores=True, mask="step_mask")
 """A logit at the last token of every step."""
 
 
@@ -191,8 +191,8 @@ class StepObjective(Objective):
     def denominators(self, batch: RaggedBatch) -> int:
         return int(batch.token["step_mask"].sum())
 
-    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
-        scores = required(outputs.step_scores, "step_scores")
+    def loss(self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
+        scores = require_tensor(outputs.step_scores, "step_scores")
         out = step_loss(scores, batch.token["step_labels"], batch.token["step_mask"], denominators)
         sums.total("loss/process_reward", out.loss)
         sums.add("process_reward/accuracy", out.num_correct, out.num_decided)
@@ -219,7 +219,7 @@ class ProcessRewardWorker(SupervisedWorker[ProcessRewardRecipe, ProcessData]):
     @dispatch(ONE_COPY)
     def write_model(self, path: Path) -> str | None:
         warning = super().write_model(path)
-        with writing(path):
+        with naming_write_errors(path):
             for written in saved_paths(self.packed, path):
                 save_step_separator(self.recipe.separator, written)
         return warning

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from quartet.cli.options import Resume, as_argument
-from quartet.cli.show import line, metric_table, shown_path
+from quartet.cli.options import Resume, resume_argument
+from quartet.cli.show import metric_table, print_line, relative_path
 from quartet.config import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def quickstart(
     from quartet.observe.progress import Progress
 
     with Progress() as progress:
-        result = Quickstart(seed, path, resume=as_argument(resume), progress=progress).run()
+        result = Quickstart(seed, path, resume=resume_argument(resume), progress=progress).run()
     _show(result)
 
 
@@ -51,6 +51,6 @@ def _show(result: QuickstartResult) -> None:
         f"good {gsb['good']} / same {gsb['same']} / bad {gsb['bad']}"
     )
     if (report := result.path / "report.html").exists():
-        line(console, f"report: {shown_path(report)}   (open it in a browser: every token, every step)")
-    command = f'quartet generate --model {shlex.quote(shown_path(model))} --prompt "57+68=" --temperature 0'
-    line(console, f"next:   {command}")
+        print_line(console, f"report: {relative_path(report)}   (open it in a browser: every token, every step)")
+    command = f'quartet generate --model {shlex.quote(relative_path(model))} --prompt "57+68=" --temperature 0'
+    print_line(console, f"next:   {command}")

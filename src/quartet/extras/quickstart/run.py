@@ -28,11 +28,11 @@ from quartet.observe.progress import Progress
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import generate
-from quartet.trainers.evaluation_metrics import write_rows
+from quartet.trainers.evaluation_metrics import write_json_lines
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, software_versions, write_json
-from quartet.trainers.run_files import Resume, completed, read_json, take_lock, writing
-from quartet.trainers.signals import StopSignals, number_of, stop_signals
+from quartet.trainers.run_files import Resume, completed_stage, lock_run, naming_write_errors, read_json
+from quartet.trainers.signals import StopSignals, signal_number, stop_signals
 from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 TEMPERATURES = (0.0, 0.5, 1.0)
@@ -92,7 +92,7 @@ class Quickstart:
             except (Interrupted, KeyboardInterrupt) as stop:
                 # Between the stages nothing else catches a signal, and there, too, the run goes on where it stopped.
                 self._mark("interrupted")
-                raise Interrupted(self.path, getattr(stop, "step", None), number_of(stop)) from stop
+                raise Interrupted(self.path, getattr(stop, "step", None), signal_number(stop)) from stop
             except BaseException:
                 self._mark("failed")
                 raise
@@ -156,9 +156,9 @@ class Quickstart:
                     remedy="add --resume (with the same seed and options) to go on with it, or choose another --out",
                 )
             self._created = found.get("created", self._created)
-        with writing(self.path):
+        with naming_write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(self.path / LOCK)
+            self._lock = lock_run(self.path / LOCK)
         self._mark("running")
 
     def _identity(self) -> dict[str, Any]:
@@ -173,8 +173,8 @@ class Quickstart:
     def _rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Writes a JSONL file that `quartet sft` and the others read, too."""
         path = self.path / "data" / f"{name}.jsonl"
-        with writing(path):
-            write_rows(path, rows)
+        with naming_write_errors(path):
+            write_json_lines(path, rows)
         return path
 
     # Stages ----------------------------------------------------------------------------------------------
@@ -182,10 +182,10 @@ class Quickstart:
     def _stage(self, name: str, trainer: Callable[[], SFTTrainer | RewardModelTrainer | RLTrainer]) -> None:
         """Trains what is not done already, and records it."""
         watch, path, tell = Stopwatch(), self.path / name, self.progress.print
-        if completed(path, tell) is None:
+        if completed_stage(path, tell) is None:
             trainer().train()
         self._signals.check()  # one that came when the stage had nothing more to save
-        done = completed(path, tell)
+        done = completed_stage(path, tell)
         assert done is not None, "the stage is complete"
         # A stage that was finished before a resume took the time that it says itself.
         seconds = round(max(watch.seconds, done["seconds"]), 1)

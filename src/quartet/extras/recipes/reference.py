@@ -20,12 +20,18 @@ from pydantic.fields import FieldInfo
 
 from quartet.config.algorithms import PPO, BestOfN, Distillation, RewardedAlgorithm
 from quartet.config.errors import UserError
-from quartet.config.load import methods, no_such_job
-from quartet.config.nearest import nearest, usual_columns
-from quartet.config.plugins import Starter, jobs, load, recipes
+from quartet.config.load import job_methods, unknown_job_error
+from quartet.config.nearest import guess_columns, suggest_name
+from quartet.config.plugins import StarterRecipe, all_jobs, load_object, recipe_classes
 from quartet.config.preference import KTOLoss
-from quartet.config.strict import bare, chosen_member, item_annotation, members, tags
-from quartet.config.yamls import one_line
+from quartet.config.strict import (
+    choose_union_member,
+    discriminator_values,
+    item_annotation,
+    strip_annotated,
+    union_members,
+)
+from quartet.config.yamls import dump_yaml_inline
 
 _SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text"}
 _BOUNDS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
@@ -82,7 +88,7 @@ class _Place:
 
     @property
     def tag(self) -> str:
-        return tags([self.model])[0]
+        return discriminator_values([self.model])[0]
 
     def variant(self, name: str) -> _Place:
         model = self.models[name]
@@ -117,7 +123,7 @@ def _plain(text: str) -> str:
 def type_words(info: FieldInfo) -> str:
     """Says the type as a reader of YAML would: ``integer (tokens) ≥ 1``, ``fp32 | bf16``, ``list of text``."""
     words = _bounded(_words(info.annotation), info.metadata)
-    is_optional = type(None) in get_args(bare(info.annotation))
+    is_optional = type(None) in get_args(strip_annotated(info.annotation))
     return f"{words}, or null" if is_optional and info.default is not None else words
 
 
@@ -131,7 +137,7 @@ def _bounded(words: str, metadata: Iterable[Any]) -> str:
             words += ", not empty"
         elif type(part) in _BOUNDS:
             sign, attribute = _BOUNDS[type(part)]
-            words += f"{',' * words[-1].isdigit()} {sign} {one_line(getattr(part, attribute))}"
+            words += f"{',' * words[-1].isdigit()} {sign} {dump_yaml_inline(getattr(part, attribute))}"
     return words
 
 
@@ -140,31 +146,31 @@ def _words(annotation: Any) -> str:
     if origin is Annotated:
         return _bounded(_words(arguments[0]), arguments[1:])
     if origin is Literal:
-        return " | ".join(one_line(part) for part in arguments)
+        return " | ".join(dump_yaml_inline(part) for part in arguments)
     if origin in (Union, types.UnionType):
-        if len(members(annotation)) > 1:
-            return f"choice by {tags(members(annotation))[0]}"
+        if len(union_members(annotation)) > 1:
+            return f"choice by {discriminator_values(union_members(annotation))[0]}"
         return " or ".join(dict.fromkeys(_words(part) for part in arguments if part is not type(None)))
     if origin in (tuple, list):
         each = [_words(part) for part in arguments if part is not Ellipsis]
         return f"list of {each[0]}" if len(each) == 1 else f"[{', '.join(each)}]"
     if origin is dict:
         return f"mapping of {_words(arguments[0])} to {_words(arguments[1])}"
-    return "section" if members(annotation) else _SCALARS.get(annotation, "any value")
+    return "section" if union_members(annotation) else _SCALARS.get(annotation, "any value")
 
 
 def _held_models(annotation: Any) -> list[type[BaseModel]]:
     """Returns the models of a section: its own, those of a list's items, or those of a mapping's values."""
-    found = members(annotation) or members(item_annotation(annotation))
-    if not found and get_origin(bare(annotation)) is dict:
-        found = members(get_args(bare(annotation))[1])
+    found = union_members(annotation) or union_members(item_annotation(annotation))
+    if not found and get_origin(strip_annotated(annotation)) is dict:
+        found = union_members(get_args(strip_annotated(annotation))[1])
     return list(dict.fromkeys(found))
 
 
 def _choices(annotation: Any) -> dict[str, type[BaseModel]]:
     """Returns the variants of a tagged union by their tag; empty for anything else."""
     models = _held_models(annotation)
-    return tags(models)[1] if len(models) > 1 else {}
+    return discriminator_values(models)[1] if len(models) > 1 else {}
 
 
 # What is asked for ---------------------------------------------------------------------------------------
@@ -180,8 +186,8 @@ def sections(job: str, address: str = "", *, variants: bool = False) -> list[Sec
     Raises:
         UserError: no such job, or nothing at that address.
     """
-    if job not in jobs():
-        raise no_such_job(job)
+    if job not in all_jobs():
+        raise unknown_job_error(job)
     asked = ".".join(part for part in address.split(".") if not part.isdecimal())
     above, _, name = asked.rpartition(".")
     for where, as_override, place in _all_places(job):
@@ -191,13 +197,14 @@ def sections(job: str, address: str = "", *, variants: bool = False) -> list[Sec
         if above in (where, as_override) and info is not None and _below(place, name, info) is None:
             return [Section(where, "", (_key(place, name, info),))]
     keys = [(above, key) for _, above, one in _all_places(job) if not one.is_choice for key in _keys_of(one.model)]
-    remedy = nearest(asked, dict.fromkeys(_join(*parts) for parts in keys)) or f"quartet config {job} lists its keys"
+    near = suggest_name(asked, dict.fromkeys(_join(*parts) for parts in keys))
+    remedy = near or f"quartet config {job} lists its keys"
     raise UserError(f"the recipe of {job} has no such part", found=address, remedy=remedy)
 
 
 @cache
 def _all_places(job: str) -> list[tuple[str, str, _Place]]:
-    return list(_places("", "", _Place({job: recipes()[job]}, None, purpose(recipes()[job]))))
+    return list(_places("", "", _Place({job: recipe_classes()[job]}, None, purpose(recipe_classes()[job]))))
 
 
 def _places(where: str, as_override: str, place: _Place) -> Iterator[tuple[str, str, _Place]]:
@@ -216,7 +223,7 @@ def _places(where: str, as_override: str, place: _Place) -> Iterator[tuple[str, 
 
 def purposes() -> dict[str, str]:
     """Says what each job is for, by its name."""
-    return {job: purpose(recipe) for job, recipe in recipes().items()}
+    return {job: purpose(recipe) for job, recipe in recipe_classes().items()}
 
 
 def _walk(
@@ -237,7 +244,7 @@ def _walk(
         key, inner, where = _key(place, name, info), _below(place, name, info), _join(address, name)
         if inner is not None:
             job = next(
-                (job for job, recipe in recipes().items() if not inner.is_choice and recipe is inner.model), None
+                (job for job, recipe in recipe_classes().items() if not inner.is_choice and recipe is inner.model), None
             )
             known = (old for old, models, default in seen if _is_same(inner, models, default))
             listed = f"job {job}" if job is not None else next(known, None)
@@ -272,14 +279,14 @@ def _key(place: _Place, name: str, info: FieldInfo) -> Key:
     elif isinstance(default, BaseModel):
         shown = ""
         if tagged := _choices(info.annotation):  # its name, and what else it says differently from its own defaults
-            tag = tags(list(tagged.values()))[0]
+            tag = discriminator_values(list(tagged.values()))[0]
             changed = {tag: getattr(default, tag), **default.model_dump(mode="json", exclude_defaults=True)}
-            shown = one_line(changed)
+            shown = dump_yaml_inline(changed)
     elif default is None and info.default_factory is not None:
         shown = ""
     else:
         dumped = place.model.model_construct(**{name: default}).model_dump(mode="json", include={name})
-        shown = one_line(dumped[name])
+        shown = dump_yaml_inline(dumped[name])
     return Key(name, type_words(info), shown, meaning(place.model, name))
 
 
@@ -323,10 +330,10 @@ REWARDS: Mapping[str, Mapping[str, Any]] = {
     "judge": {"url": "http://localhost:8000/v1", "model": "name-at-the-server"},
 }
 """By its type, what a reward must be told or is told first."""
-_SUPERVISED: Mapping[str, Starter] = {
-    "sft": Starter("demonstrations.jsonl", ("prompt", "completion"), {"model.path": "Qwen/Qwen2.5-0.5B"}),
-    "reward-model": Starter("pairs.jsonl", ("prompt", "chosen", "rejected"), {"centring": 0.01}),
-    "preference": Starter("pairs.jsonl", ("prompt", "chosen", "rejected"), {"train.optim.lr": 1e-6}),
+_SUPERVISED: Mapping[str, StarterRecipe] = {
+    "sft": StarterRecipe("demonstrations.jsonl", ("prompt", "completion"), {"model.path": "Qwen/Qwen2.5-0.5B"}),
+    "reward-model": StarterRecipe("pairs.jsonl", ("prompt", "chosen", "rejected"), {"centring": 0.01}),
+    "preference": StarterRecipe("pairs.jsonl", ("prompt", "chosen", "rejected"), {"train.optim.lr": 1e-6}),
 }
 _EXAMPLE = "# "
 """Before the last name of a key that is commented out."""
@@ -347,10 +354,10 @@ def starter(
     Raises:
         UserError: no such job, method or reward, or the job has none to choose.
     """
-    _check(job, "method", method, methods().get(job, ()))
-    _check(job, "reward", reward, REWARDS if job in jobs() and is_rewarded(job) else ())
-    if jobs()[job].is_supervised:
-        keys, needs = _supervised(job, method or next(iter(methods().get(job, ())), None))
+    _check(job, "method", method, job_methods().get(job, ()))
+    _check(job, "reward", reward, REWARDS if job in all_jobs() and is_rewarded(job) else ())
+    if all_jobs()[job].is_supervised:
+        keys, needs = _supervised(job, method or next(iter(job_methods().get(job, ())), None))
     elif job in _JOBS:
         keys, needs = _JOBS[job](method, reward)
     else:
@@ -359,7 +366,7 @@ def starter(
     keys[f"{place}path"] = data or keys[f"{place}path"]
     if row is None:
         keys[f"{place}{_EXAMPLE}columns"] = {needs[0]: "question"}
-    elif mapped := usual_columns(needs, row):
+    elif mapped := guess_columns(needs, row):
         keys[f"{place}columns"] = mapped
     keys[f"{place}overlong"] = "skip"
     called = "".join(f" --{name} {value}" for name, value in (("method", method), ("reward", reward)) if value)
@@ -376,7 +383,7 @@ def starter(
         for part in above:
             section = section.setdefault(part, {})
         section[name] = value
-    return "\n".join([*head, *_written(tree, recipes()[job])]) + "\n"
+    return "\n".join([*head, *_written(tree, recipe_classes()[job])]) + "\n"
 
 
 def is_rewarded(job: str) -> bool:
@@ -384,20 +391,21 @@ def is_rewarded(job: str) -> bool:
     return job in _JOBS or (job not in _SUPERVISED and _begun(job).reward is not None)
 
 
-def _begun(job: str) -> Starter:
-    if (named := jobs()[job].starter) is None:
+def _begun(job: str) -> StarterRecipe:
+    if (named := all_jobs()[job].starter) is None:
         remedy = f"write one: quartet config {job} lists its keys"
         raise UserError("there is no recipe to begin with for this job", found=job, remedy=remedy)
-    found: Starter = load(named)
+    found: StarterRecipe = load_object(named)
     return found
 
 
 def _check(job: str, what: str, name: str | None, known: Any) -> None:
-    if job not in jobs():
-        raise no_such_job(job)
+    if job not in all_jobs():
+        raise unknown_job_error(job)
     if name is not None and name not in known:
         remedy = f"use one of {', '.join(known)}" if known else f"leave --{what} out"
-        raise UserError(f"{job} knows no such {what}", found=f"--{what} {name}", remedy=nearest(name, known) or remedy)
+        remedy = suggest_name(name, known) or remedy
+        raise UserError(f"{job} knows no such {what}", found=f"--{what} {name}", remedy=remedy)
 
 
 # Keys of jobs by their addresses, in the order of the recipe, and columns that the data need ----------------------
@@ -411,17 +419,17 @@ def _supervised(job: str, method: str | None) -> tuple[dict[str, Any], list[str]
         f"{_EXAMPLE}evaluation_data": {"path": "held_out.jsonl"},
     }
     if method is not None:
-        loss = methods()[job][method]()
+        loss = job_methods()[job][method]()
         shown = ("beta", "odds_coef", *(["undesirable_weight"] if isinstance(loss, KTOLoss) else []))
         keys |= {"loss.name": method} | {f"loss.{key}": getattr(loss, key) for key in shown if hasattr(loss, key)}
-    size = next(name for name in recipes()[job].model_fields if name.endswith("_per_step"))
+    size = next(name for name in recipe_classes()[job].model_fields if name.endswith("_per_step"))
     keys |= {"epochs": 1, size: 32} | (_training("train.", 1e-5) if begun.is_tuned else {})
     needs = ["prompt", "completion", "label"] if method == "kto" else list(begun.columns)
     return keys | {"train.optim.warmup_steps": 10, "train.optim.schedule": "cosine", **begun.keys}, needs
 
 
 def _rl(method: str | None, reward: str | None) -> tuple[dict[str, Any], list[str]]:
-    algorithm = methods()["rl"][method or "ppo"]()
+    algorithm = job_methods()["rl"][method or "ppo"]()
     keys, needs = {"actor.model.path": "runs/sft/model", **_training("actor.train.", 1e-6)}, ["prompt"]
     if isinstance(algorithm, PPO):
         keys |= {"critic.train.optim.lr": 1e-5, "critic.warmup_steps": 4}
@@ -466,7 +474,7 @@ def _eval(method: str | None, reward: str | None) -> tuple[dict[str, Any], list[
 _JOBS = {"rl": _rl, "eval": _eval}
 
 
-def _of_plugin(begun: Starter, method: str | None, reward: str | None) -> tuple[dict[str, Any], list[str]]:
+def _of_plugin(begun: StarterRecipe, method: str | None, reward: str | None) -> tuple[dict[str, Any], list[str]]:
     keys = {key: _reward(reward or "function") if key == begun.reward else value for key, value in begun.keys.items()}
     if begun.rl is None:
         return {**keys, "data.path": begun.data}, list(begun.columns)
@@ -493,13 +501,14 @@ def _written(section: Mapping[str, Any], model: type[BaseModel], indent: int = 0
         annotation = model.model_fields[name.removeprefix(_EXAMPLE)].annotation
         is_list = isinstance(value, list) and isinstance(value[0], dict)
         first = value[0] if is_list else value
-        below = chosen_member(item_annotation(annotation) or annotation, first) if isinstance(first, dict) else None
+        of_item = item_annotation(annotation) or annotation
+        below = choose_union_member(of_item, first) if isinstance(first, dict) else None
         if below is not None and not name.startswith(_EXAMPLE):
             yield f"{name}:"
             for n, line in enumerate(_written(first, below, indent + 2)):
                 yield ("- " if is_list and n == 0 else "  ") + line
             continue
-        text = f"{name}: {one_line(value)}"
+        text = f"{name}: {dump_yaml_inline(value)}"
         comment = meaning(model, name.removeprefix(_EXAMPLE)) or purpose(model)
         column = max(_COLUMN - indent, len(text) + 2)
         words = textwrap.wrap(comment, max(_WIDTH - indent - column - 2, 24))

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
-from quartet.config.errors import UserError, printable, read_file
-from quartet.observe.files import ENDED, Tail, replace_atomically, true_status
-from quartet.observe.health import Health, alarm_of_row, examine, repetition, worker_table
+from quartet.config.errors import UserError, escape_control, read_file
+from quartet.observe.files import ENDED, FileTail, replace_atomically, run_status
+from quartet.observe.health import HealthMonitor, alarm_from_row, examine_health, measure_repetition, worker_table
 from quartet.observe.metrics import find_metric
-from quartet.observe.rollouts import RolloutRecord, action_ids, list_steps, read_step
-from quartet.observe.spans import BACKGROUND, Span, span_of_row, union
-from quartet.observe.trackers import metrics_of_row
+from quartet.observe.rollouts import RolloutRecord, list_rollout_steps, policy_token_ids, read_rollout_step
+from quartet.observe.spans import BACKGROUND, Span, merge_intervals, span_from_row
+from quartet.observe.trackers import metrics_from_row
 
 Item = TypeVar("Item")
 
@@ -69,7 +69,7 @@ def collect_rollouts(
 
     ``warn`` is told of files that cannot be read; the report does without them. ``only``: of these steps alone.
     """
-    steps = list_steps(directory) if only is None else list(only)
+    steps = list_rollout_steps(directory) if only is None else list(only)
     chosen = evenly(steps, limits.steps)
     by_step = {step: records for step in chosen if (records := _read(directory, step, warn))}
     if not by_step:
@@ -109,7 +109,7 @@ def _prompt_key(record: RolloutRecord) -> str:
 
 def _read(directory: Path, step: int, warn: Callable[[str], None]) -> list[RolloutRecord]:
     try:
-        return read_step(directory, step)
+        return read_rollout_step(directory, step)
     except UserError as error:
         warn(f"{error.problem}: {error.found}")
         return []
@@ -150,7 +150,7 @@ def _sample(record: RolloutRecord, limits: ReportLimits) -> dict[str, Any]:
         "score": compact(record.score),
         "rewards": {name: compact(value) for name, value in record.rewards.items()},
         "length": len(record.response_ids),
-        "repetition": compact(repetition(action_ids(record))[0], 3),
+        "repetition": compact(measure_repetition(policy_token_ids(record))[0], 3),
         "ids": record.response_ids[:cut],
         "tokens": record.response_tokens[:cut],
         "columns": {name: _column(values[:cut]) for name, values in record.columns.items()},
@@ -187,7 +187,7 @@ def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
     steps = evenly(ordered, MAX_TIMED_STEPS)
     detailed = evenly(steps, MAX_DETAILED_STEPS)
     names = list(dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.start_s)))
-    intervals = [union(_own(by_step[step])) for step in steps]
+    intervals = [merge_intervals(_own(by_step[step])) for step in steps]
     return {
         "steps": steps,
         "names": names,
@@ -338,7 +338,7 @@ def collect_head(run_dir: Path, notes: list[str]) -> dict[str, Any]:
 def read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
     """Reads ``run.json`` with the true status, where it says one."""
     found = _read_json(run_dir / "run.json", notes.append) or {}
-    status = true_status(run_dir, found)
+    status = run_status(run_dir, found)
     if status == ENDED:
         notes.append("run.json says running, and no process has the run's lock: --resume goes on with it")
     return {"name": run_dir.resolve().name, **found, **({"status": status} if "status" in found else {})}
@@ -351,7 +351,7 @@ def stage_dirs(run_dir: Path) -> list[Path]:
     return [
         path
         for path in (run_dir, *children)
-        if any((path / name).exists() for name in figures) or list_steps(path / "rollouts")
+        if any((path / name).exists() for name in figures) or list_rollout_steps(path / "rollouts")
     ]
 
 
@@ -360,8 +360,8 @@ class StageFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._metrics: Tail[dict[str, float]] = Tail(directory / "metrics.jsonl", metrics_of_row)
-        self._spans: Tail[Span] = Tail(directory / "spans.jsonl", span_of_row)
+        self._metrics: FileTail[dict[str, float]] = FileTail(directory / "metrics.jsonl", metrics_from_row)
+        self._spans: FileTail[Span] = FileTail(directory / "spans.jsonl", span_from_row)
         self.rows: list[dict[str, float]] = []
         self.spans: list[Span] = []
 
@@ -385,7 +385,7 @@ def collect_stage(
     run = _read_json(path / "run.json", warn) or {}
     for trouble in files.troubles:
         warn(trouble)
-    columns, health = metric_columns(rows), examine(rows)
+    columns, health = metric_columns(rows), examine_health(rows)
     starts = [row["time_s"] for row in rows[:1]] + [span.start_s for span in spans[:1]]
     return {
         "id": path.name,
@@ -460,7 +460,7 @@ def metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
 # Health -----------------------------------------------------------------------------------------------------
 
 
-def show_health(health: Health) -> list[dict[str, Any]] | None:
+def show_health(health: HealthMonitor) -> list[dict[str, Any]] | None:
     """Returns what the checks have found, as JSON data; None where they have found nothing."""
     found = [
         {
@@ -476,7 +476,7 @@ def show_health(health: Health) -> list[dict[str, Any]] | None:
     return found or None
 
 
-def telling(series: Mapping[str, Sequence[float | str | None]], health: Health) -> list[str]:
+def telling(series: Mapping[str, Sequence[float | str | None]], health: HealthMonitor) -> list[str]:
     """Orders ``TELLING`` for one run: first what its health is judged by where that is bad, last what never moves."""
     bad = [name for finding in health.findings.values() for name in finding.check.needs]
     known = {name: [value for value in values if value is not None] for name, values in series.items()}
@@ -489,7 +489,7 @@ def telling(series: Mapping[str, Sequence[float | str | None]], health: Health) 
 
 def collect_alarms(path: Path, limits: ReportLimits, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """Collects the alarms of a stage; None without any."""
-    tail = Tail(path / "alarms.jsonl", alarm_of_row)
+    tail = FileTail(path / "alarms.jsonl", alarm_from_row)
     rows = tail.poll()
     if tail.trouble is not None:
         warn(tail.trouble)
@@ -559,7 +559,7 @@ def render_page(data: Mapping[str, Any], *, live: bool = False) -> str:
     style = _asset("report.css")
     script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
     slots = {
-        "title": html.escape(printable(f"{data['run'].get('name', 'run')} · Quartet")),
+        "title": html.escape(escape_control(f"{data['run'].get('name', 'run')} · Quartet")),
         "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}"
         + ("; connect-src 'self'" if live else ""),
         "style": style,

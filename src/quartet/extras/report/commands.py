@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quartet.config.errors import printable
+from quartet.config.errors import escape_control
 
 RunPath = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 
@@ -28,7 +28,7 @@ def report(
     from quartet.extras.report.watch import LiveServer
 
     with LiveServer(Path(run), port) as server:
-        typer.echo(f"the report of {printable(run)} is at {server.url} (Ctrl-C ends it)")
+        typer.echo(f"the report of {escape_control(run)} is at {server.url} (Ctrl-C ends it)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -37,10 +37,10 @@ def report(
 
 def _written_report(url: str, out: Path | None) -> Path | str:
     """Returns where the report of a run in object storage was written: ``out``, or beside the run."""
-    from quartet.config.plugins import storage
+    from quartet.config.plugins import storage_for
     from quartet.extras.report.build import build_report
 
-    at_url = storage(url)
+    at_url = storage_for(url)
     written = build_report(at_url.records(), out)
     if out is not None:
         return written
@@ -83,4 +83,4 @@ def replay(
     from quartet.extras.report.compare import kept_trajectory, replay_lines
 
     for line in replay_lines(kept_trajectory(run, step, sample)):
-        typer.echo(printable(line))
+        typer.echo(escape_control(line))

@@ -15,7 +15,7 @@ from quartet.config.errors import UserError
 from quartet.config.strict import flatten
 from quartet.config.yamls import parse_yaml
 from quartet.extras.report.build import TELLING, ReportLimits, check_run, collect_run, stage_dirs, write_page
-from quartet.observe.rollouts import RolloutRecord, list_steps, read_step
+from quartet.observe.rollouts import RolloutRecord, list_rollout_steps, read_rollout_step
 
 MAX_RUNS = 10
 """As many as there are colours."""
@@ -121,7 +121,7 @@ def kept_trajectory(run_dir: Path, step: int | None, sample: int) -> list[Rollou
         UserError: there is no such run, step or sample, or its file is damaged.
     """
     check_run(run_dir)
-    kept = [path / "rollouts" for path in stage_dirs(run_dir) if list_steps(path / "rollouts")]
+    kept = [path / "rollouts" for path in stage_dirs(run_dir) if list_rollout_steps(path / "rollouts")]
     if not kept:
         raise UserError(
             "the run has kept no rollouts",
@@ -129,7 +129,7 @@ def kept_trajectory(run_dir: Path, step: int | None, sample: int) -> list[Rollou
             remedy="RL keeps those of every log.rollouts_every-th step",
         )
     directory = kept[-1]
-    records = read_step(directory, list_steps(directory)[-1] if step is None else step)
+    records = read_rollout_step(directory, list_rollout_steps(directory)[-1] if step is None else step)
     names = list(dict.fromkeys(record.trajectory_id for record in records))
     if not 0 <= sample < len(names):
         raise UserError(

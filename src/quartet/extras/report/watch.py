@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from quartet.config.errors import UserError, printable
+from quartet.config.errors import UserError, escape_control
 from quartet.config.yamls import parse_yaml
 from quartet.extras.report.build import (
     ReportLimits,
@@ -37,8 +37,8 @@ from quartet.extras.report.build import (
     stage_dirs,
     telling,
 )
-from quartet.observe.health import examine, read_alarms
-from quartet.observe.rollouts import RolloutRecord, list_steps, read_step
+from quartet.observe.health import examine_health, read_alarms
+from quartet.observe.rollouts import RolloutRecord, list_rollout_steps, read_rollout_step
 from quartet.observe.spans import seconds_by_name
 
 _SHOWN_METRICS, _SHOWN_STAGES, _SHOWN_SAMPLES = 10, 8, 3
@@ -76,11 +76,14 @@ class Watch:
     def screen(self) -> RenderableType:
         run = self._run
         head = Text.assemble(
-            (printable(str(run.get("name", self._dir.name))), "bold"),
-            f"  {printable(str(run.get('job', '')))}  ",
-            (printable(str(run.get("status", "status unknown"))), "green" if run.get("status") == "done" else "cyan"),
+            (escape_control(str(run.get("name", self._dir.name))), "bold"),
+            f"  {escape_control(str(run.get('job', '')))}  ",
+            (
+                escape_control(str(run.get("status", "status unknown"))),
+                "green" if run.get("status") == "done" else "cyan",
+            ),
         )
-        notes = [Text(f"note: {printable(note)}", style="yellow") for note in self._notes]
+        notes = [Text(f"note: {escape_control(note)}", style="yellow") for note in self._notes]
         known = sorted(self._stages.values(), key=lambda stage: stage.newest_s)
         body = known[-1].parts(_total_steps(self._dir, known[-1].files.directory)) if known else []
         return Group(head, *notes, *(body or [Text("nothing logged yet")]))
@@ -102,21 +105,21 @@ class _WatchedStage:
         directory = self.files.directory
         if (directory / "alarms.jsonl").exists():
             self._alarms = read_alarms(directory / "alarms.jsonl")
-        steps = list_steps(directory / "rollouts")
+        steps = list_rollout_steps(directory / "rollouts")
         if steps and self._samples[0] != steps[-1]:
-            self._samples = steps[-1], read_step(directory / "rollouts", steps[-1])
+            self._samples = steps[-1], read_rollout_step(directory / "rollouts", steps[-1])
 
     def parts(self, total: int | None) -> list[RenderableType]:
         """Returns the lines of the screen that are about this stage."""
-        health = examine(self.files.rows)
+        health = examine_health(self.files.rows)
         shown: list[RenderableType] = [self._progress(total)]
-        shown += [Text(printable(text), style="yellow") for text in self.files.troubles]
+        shown += [Text(escape_control(text), style="yellow") for text in self.files.troubles]
         shown += [
-            Text(f"ALARM at step {row['step']}: {printable(row['text'])}", style="bold red")
+            Text(f"ALARM at step {row['step']}: {escape_control(row['text'])}", style="bold red")
             for row in self._alarms[-3:]
         ]
         present = [health.findings[name] for name in health.present]
-        shown += [Text(f"NOT WELL since {printable(finding.text)}", style="bold yellow") for finding in present]
+        shown += [Text(f"NOT WELL since {escape_control(finding.text)}", style="bold yellow") for finding in present]
         series: dict[str, list[float]] = {}
         for row in self.files.rows:
             for name in row.keys() - {"step", "time_s"}:
@@ -145,7 +148,12 @@ class _WatchedStage:
             return []
         seconds = seconds_by_name(span for span in self.files.spans if span.step == steps[0])
         longest = sorted(seconds.items(), key=lambda item: -item[1])[:_SHOWN_STAGES]
-        return [Text(printable("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)), style="dim")]
+        return [
+            Text(
+                escape_control("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)),
+                style="dim",
+            )
+        ]
 
     def _sampled(self) -> list[RenderableType]:
         """Shows the best of the newest rollouts, a middling one and the worst."""
@@ -169,7 +177,7 @@ def _figures(series: dict[str, list[float]]) -> Table:
         table.add_column(column, justify="right", no_wrap=True, min_width=9)
     table.add_column("curve", no_wrap=True, overflow="crop", min_width=_CURVE)
     for name, values in series.items():
-        table.add_row(Text(printable(name)), f"{values[0]:.4g}", f"{values[-1]:.4g}", sparkline(values))
+        table.add_row(Text(escape_control(name)), f"{values[0]:.4g}", f"{values[-1]:.4g}", sparkline(values))
     return table
 
 
@@ -200,7 +208,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _one_line(text: str) -> Text:
-    return Text(printable(text).replace("\n", "↵ ").replace("\t", " "))
+    return Text(escape_control(text).replace("\n", "↵ ").replace("\t", " "))
 
 
 def _clock(seconds: float) -> str:
@@ -269,7 +277,7 @@ class LiveRun:
 
     def _poll_stage(self, path: Path) -> None:
         files, told = self._stages.setdefault(path.name, (StageFiles(path), set()))
-        steps = list_steps(path / "rollouts")
+        steps = list_rollout_steps(path / "rollouts")
         told.intersection_update(steps)  # a resume deletes steps and makes them again
         fresh = [step for step in steps if step not in told]
         if not (files.poll() or fresh):

@@ -16,7 +16,7 @@ from quartet.config.errors import UserError
 from quartet.extras.sandbox.child import PYTEST_NAMES
 from quartet.extras.sandbox.config import CodeReward
 from quartet.extras.sandbox.run import SandboxError, SandboxLimits, SolutionCheck, check_sandbox, judge, run_program
-from quartet.rewards.source import Columns, RewardError, RewardSource, Scores, Threads
+from quartet.rewards.source import Columns, LimitedThreads, RewardError, RewardSource, Scores
 from quartet.text.examples import PromptText
 
 # No part gives back what it has taken: a long run of spaces is read once.
@@ -58,7 +58,7 @@ class CodeSource(RewardSource):
                 "--privileged, or the seccomp profile and /proc unmasked; Linux 5.14 or newer); or score code by a "
                 "server with type: http",
             ) from error
-        self._threads = Threads(config.concurrency, self.name)
+        self._threads = LimitedThreads(config.concurrency, self.name)
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         names = columns.get("entry_point") or [None] * len(completions)

@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from quartet.config.rewards import DAY_S, Fallible
+from quartet.config.rewards import DAY_S, FallibleReward
 from quartet.config.strict import Responses
 
 
-class CodeReward(Fallible):
+class CodeReward(FallibleReward):
     """The completion's code is run against tests in a sandbox."""
 
     type: Literal["code"] = "code"

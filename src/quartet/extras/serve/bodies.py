@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, JsonValue
 
 from quartet.config import UserError
-from quartet.config.common import Strict, TemplateVariables
+from quartet.config.common import StrictModel, TemplateVariables
 from quartet.data.fields import without_nulls
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.scheduler import check_request
@@ -23,11 +23,11 @@ T = TypeVar("T")
 _Many = Annotated[tuple[T, ...], Field(fail_fast=True)]
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class _Body(Strict):
+class _Body(StrictModel):
     model: str
     n: int = Field(1, ge=1, le=_MAX_CHOICES)
     temperature: float = 1.0
@@ -70,12 +70,12 @@ class CompletionBody(_Body):
         return self.max_tokens
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class Message(Strict):
+class Message(StrictModel):
     role: str
     content: str | tuple[TextPart, ...] | None = None
     name: str | None = None

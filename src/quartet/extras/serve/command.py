@@ -56,14 +56,14 @@ def serve(
     from quartet.extras.serve.server import ServerSettings, listen, run
     from quartet.models.loading import load_causal_lm
     from quartet.models.packing_probe import model_context_length
-    from quartet.text.loading import check_vocabulary, local_or_hub
+    from quartet.text.loading import check_vocabulary, resolve_model_directory
     from quartet.text.tokenizer import TextCodec
     from quartet.trainers.checkpoints import model_directory
-    from quartet.trainers.devices import find_device, precision_on
-    from quartet.trainers.engines import Policy, open_engine
+    from quartet.trainers.devices import resolve_device, resolve_precision
+    from quartet.trainers.engines import EnginePolicy, open_engine
     from quartet.trainers.input_sources import vocabulary_size
 
-    path = local_or_hub(model_directory(model, revision, trust_remote_code=trust_remote_code), "model")
+    path = resolve_model_directory(model_directory(model, revision, trust_remote_code=trust_remote_code), "model")
     # Before the engine starts, which takes long.
     with closing(listen(host, port)) as bound:
         sizes = load_causal_lm(path, empty=True, trust_remote_code=trust_remote_code)
@@ -72,12 +72,12 @@ def serve(
         check_vocabulary(codec.tokenizer, vocab_size)
         if (most := getattr(config, "max_model_len", None)) is not None:
             context = most if context is None else min(context, most)
-        where = find_device(device)
-        policy = Policy(
+        where = resolve_device(device)
+        policy = EnginePolicy(
             path=path,
             vocab_size=vocab_size,
             decode=codec.decode_completion,
-            precision=precision_on(where, precision),
+            precision=resolve_precision(where, precision),
             device=where,
             trust_remote_code=trust_remote_code,
         )

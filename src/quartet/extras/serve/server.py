@@ -36,14 +36,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quartet.config import UserError
-from quartet.config.errors import described
+from quartet.config.errors import describe_error
 from quartet.extras.serve.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, requests_of
 from quartet.rollout.protocol import (
     Completion,
     EngineFailed,
     FinishReason,
-    Generated,
     GenerationError,
+    PartialCompletion,
     Request,
     RequestsRefused,
     RolloutEngine,
@@ -85,7 +85,7 @@ class Answers:
         choices = [self._choice(self.choices[c.request_id], c) for c in done]
         return {**self._head(""), "choices": choices, "usage": self.usage(completions)}
 
-    def chunk(self, request_id: str, tokens: Generated | Completion) -> dict[str, Any] | None:
+    def chunk(self, request_id: str, tokens: PartialCompletion | Completion) -> dict[str, Any] | None:
         """Returns what is new of a choice, as an event of a stream; None where nothing is."""
         choice = self.choices[request_id]
         if not isinstance(tokens, Completion) and len(tokens.token_ids) == choice.num_seen:
@@ -105,7 +105,9 @@ class Answers:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         return {"id": self._name, "object": kind, "created": self._created, "model": self._body.model}
 
-    def _choice(self, choice: Choice, tokens: Generated | Completion, *, is_delta: bool = False) -> dict[str, Any]:
+    def _choice(
+        self, choice: Choice, tokens: PartialCompletion | Completion, *, is_delta: bool = False
+    ) -> dict[str, Any]:
         """Moves ``choice`` on."""
         reason, text_end = None, None
         if isinstance(tokens, Completion):
@@ -153,7 +155,7 @@ class Answers:
         role = {"role": "assistant"} if choice.is_new else {}
         return {"delta" if is_delta else "message": {**role, "content": text}}
 
-    def _logprobs(self, tokens: Generated | Completion, texts: Sequence[str], new: slice) -> dict[str, Any]:
+    def _logprobs(self, tokens: PartialCompletion | Completion, texts: Sequence[str], new: slice) -> dict[str, Any]:
         logprobs = list(tokens.logprobs[new])
         if self._is_chat:
             pairs = zip(texts[new], logprobs, strict=True)
@@ -167,7 +169,7 @@ class Answers:
 
 
 T = TypeVar("T")
-Event = tuple[str, "Completion | Generated | UserError"]
+Event = tuple[str, "Completion | PartialCompletion | UserError"]
 """A request's id, and its end, what it has so far, or why it has no end."""
 _SLICE_S = 0.01
 """For so long the engine is waited for while requests may come."""
@@ -261,7 +263,7 @@ class EngineThread:
             self._fail(error)
         except BaseException as error:
             remedy = "report it; the server's standard error has the traceback"
-            self._fail(EngineFailed("the engine's thread broke", found=described(error), remedy=remedy))
+            self._fail(EngineFailed("the engine's thread broke", found=describe_error(error), remedy=remedy))
             raise
 
     def _fail(self, error: EngineFailed) -> None:
@@ -298,7 +300,7 @@ class EngineThread:
         self._engine.cancel(request_ids)
 
     def _tell(self, request_ids: Sequence[str], event: Any) -> None:
-        if not isinstance(event, Generated):
+        if not isinstance(event, PartialCompletion):
             self._streams.difference_update(request_ids)
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._hand_over, request_ids, event)
@@ -307,7 +309,7 @@ class EngineThread:
         for request_id in request_ids:
             if (events := self._listeners.get(request_id)) is not None:
                 events.put_nowait((request_id, event))
-                if not isinstance(event, Generated):
+                if not isinstance(event, PartialCompletion):
                     del self._listeners[request_id]
 
 

@@ -39,14 +39,14 @@ from quartet.rollout.protocol import (
     EngineFailed,
     EngineStats,
     FinishReason,
-    Generated,
+    PartialCompletion,
     Request,
     RequestsRefused,
-    Unfinished,
-    check_ids,
+    UnfinishedRequest,
+    check_request_ids,
 )
 from quartet.rollout.scheduler import Decode, check_request
-from quartet.trainers.engines import Policy
+from quartet.trainers.engines import EnginePolicy
 from quartet.weights.sink import TensorSink
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ LARGEST_SEED = (1 << 63) - 1
 
 
 @dataclass(eq=False)
-class _Held(Unfinished):
+class _Held(UnfinishedRequest):
     answer: Future[Ended] = field(default_factory=Future)
 
     def take(self, part: Part, version: int) -> None:
@@ -261,7 +261,7 @@ class HTTPEngine(abc.ABC):
         self._raise_failure()
         for request in requests:
             check_request(request, context=self._context, vocab_size=self._vocab_size, decodes=self._decode is not None)
-        check_ids(requests, self._held)
+        check_request_ids(requests, self._held)
         self._held |= {request.request_id: _Held(request) for request in requests}
         self._waiting.extend(self._held[request.request_id] for request in requests)
         self._dispatch()
@@ -363,7 +363,7 @@ class HTTPEngine(abc.ABC):
             held.answer.cancel()  # closes the connection
             self._end(held, FinishReason.CANCELLED)
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
         """Returns nothing: answers come whole."""
         return {}
 
@@ -480,7 +480,7 @@ class OpenAIEngine(HTTPEngine):
         return Part(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
 
 
-def server_engines(config: ServerEngineConfig, policy: Policy) -> list[OpenAIEngine]:
+def server_engines(config: ServerEngineConfig, policy: EnginePolicy) -> list[OpenAIEngine]:
     """Makes an engine for each address."""
     return [
         OpenAIEngine(server, model=config.model, vocab_size=policy.vocab_size, decode=policy.decode)

@@ -15,12 +15,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from quartet.config.engines import RoutedEngine
+from quartet.config.engines import RoutedEngineConfig
 from quartet.config.rewards import RemoteServer, RetryConfig
 from quartet.config.strict import HTTPAddress
 
 
-class _Server(RoutedEngine):
+class _Server(RoutedEngineConfig):
     """Servers that the run does not start itself."""
 
     urls: tuple[HTTPAddress, ...] = Field(min_length=1, description="Addresses, http://host:port, one per engine.")

@@ -25,7 +25,7 @@ from quartet.remote.json_client import RemoteError
 from quartet.rollout.protocol import Request
 from quartet.rollout.scheduler import Decode
 from quartet.rollout.staging import Load, StagedWeights
-from quartet.trainers.engines import Policy
+from quartet.trainers.engines import EnginePolicy
 from quartet.weights.sink import TensorSink
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
@@ -232,7 +232,7 @@ class SGLangEngine(HTTPEngine):
         super().close()
 
 
-def sglang_engines(config: SGLangEngineConfig, policy: Policy) -> list[SGLangEngine]:
+def sglang_engines(config: SGLangEngineConfig, policy: EnginePolicy) -> list[SGLangEngine]:
     """Makes an engine for each address, and the way of new weights to it.
 
     Raises:

@@ -33,12 +33,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from quartet.batch.ragged import ColumnSet, RaggedBatch, join
+from quartet.batch.ragged import ColumnSet, RaggedBatch, join_columns
 from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams, StepEngine
-from quartet.schedule.clock import now, shielded
-from quartet.schedule.groups import NO_VERSION, AdmissionRule, Group, GroupStream
+from quartet.schedule.clock import await_uncancelled, loop_time
+from quartet.schedule.groups import NO_VERSION, AdmissionRule, GroupStream, PromptGroup
 from quartet.schedule.iteration import (
     Chunk,
     DrafterLearner,
@@ -49,13 +49,13 @@ from quartet.schedule.iteration import (
     UpdatePlan,
     run_iteration,
 )
-from quartet.schedule.leases import LeaseContext, LeaseMode, Offloader, placed_arbiter
+from quartet.schedule.leases import LeaseContext, LeaseMode, Offloader, arbiter_for_placement
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout import RolloutDriver
 from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 from quartet.schedule.weight_sync import CanarySpec
 from quartet.text.tokenizer import TextCodec
-from quartet.train.forward import Needs
+from quartet.train.forward import ForwardNeeds
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class TimedGroup(RoleGroup[Any]):
         found = getattr(self.worker, method.__name__)(*args, **kwargs)
         seconds = self.seconds(*args)
         if seconds > 0:
-            await shielded(self.sleep(seconds))
+            await await_uncancelled(self.sleep(seconds))
         return found
 
 
@@ -268,7 +268,7 @@ Sleep = Callable[[str, float], Awaitable[None]]
 """``(role, seconds)``: the role's workers sleep so long."""
 
 _PROBE = CanarySpec(prompt="", num_tokens=1, tolerance=0.0)
-_LOGPROBS = Needs(logprobs=True)
+_LOGPROBS = ForwardNeeds(logprobs=True)
 
 
 async def sleep_here(role: str, seconds: float) -> None:
@@ -279,7 +279,7 @@ Consumed = tuple[int, tuple[tuple[int, int], ...]]
 """A group: its index, and runs ``(version, tokens)`` of the weights that made it, in order."""
 
 
-def consumed(group: Group) -> Consumed:
+def consumed(group: PromptGroup) -> Consumed:
     """Tells which weights made the group, trajectory after trajectory."""
     sampled = [version for version in group.batch.token["policy_version"].tolist() if version != NO_VERSION]
     return group.index, tuple((version, len(list(run))) for version, run in groupby(sampled))
@@ -319,12 +319,12 @@ class Simulation:
     patience: int = 4
     accept: Callable[[int], bool] | None = None
     offloader: Offloader | None = None
-    recorder: SpanRecorder = field(default_factory=lambda: SpanRecorder(clock=now))
+    recorder: SpanRecorder = field(default_factory=lambda: SpanRecorder(clock=loop_time))
     sleep: Sleep = sleep_here
 
     def __post_init__(self) -> None:
         costs, placement, accept = self.costs, self.placement, self.accept
-        self.arbiter = placed_arbiter(placement, costs.sizes(), offloader=self.offloader, patience=self.patience)
+        self.arbiter = arbiter_for_placement(placement, costs.sizes(), offloader=self.offloader, patience=self.patience)
         self.leases = LeaseContext(self.arbiter, self.recorder)
         self._models: defaultdict[str, TimedModel] = defaultdict(TimedModel)
         self._publish_s = self._varied("publish", lambda: costs.publish_s)
@@ -342,14 +342,14 @@ class Simulation:
     async def run(self, num_steps: int) -> SimulationResult:
         """Runs so many iterations, on whatever clock the loop has."""
         ended_s: list[float] = []
-        started_s = now()
+        started_s = loop_time()
         if self.stages.prefetch is not None:
             self.stages.prefetch.num_steps = num_steps
         try:
             async with self.stream:
                 for step in range(num_steps):
                     await run_iteration(step, self.stages)
-                    ended_s.append(now() - started_s)
+                    ended_s.append(loop_time() - started_s)
         finally:
             if self.stages.prefetch is not None:
                 await self.stages.prefetch.close()
@@ -363,13 +363,13 @@ class Simulation:
 
     # Generation ------------------------------------------------------------------------------------------
 
-    def _rollout(self) -> Rollout:
+    def _rollout(self) -> RolloutDriver:
         generation, runs_ahead = self.costs.generation, self._runs_ahead
         # What runs ahead leaves the canary a place.
         max_running = generation.max_running + 1 if runs_ahead else generation.max_running
         self.engine = TimedEngine(generation.step, max_running)
         host = RolloutWorker(cast(StepEngine, self.engine), cast(TextCodec, TimedCodec()))
-        return Rollout(
+        return RolloutDriver(
             self.leases,
             [self._timed("rollout", "generate", host, lambda *args: self.engine.take_seconds())],
             self._requests,
@@ -392,7 +392,7 @@ class Simulation:
 
     async def _update_engine_weights(self, version: int) -> int:
         """Gives the engine the weights that the actor has when they have come over."""
-        await shielded(self.sleep("rollout", self._publish_s()))
+        await await_uncancelled(self.sleep("rollout", self._publish_s()))
         self.engine.num_updates = self._models["actor"].num_updates
         self.engine.update_weights(None, version)
         return 0
@@ -411,7 +411,7 @@ class Simulation:
             on_chunk=self._consumed,
         )
 
-    def _consumed(self, step: int, groups: Sequence[Group]) -> None:
+    def _consumed(self, step: int, groups: Sequence[PromptGroup]) -> None:
         self.steps += [[] for _ in range(step + 1 - len(self.steps))]
         self.steps[step] += [consumed(group) for group in groups]
 
@@ -444,7 +444,7 @@ def _seconds(stage: StageCost, batch: RaggedBatch, *_: Any) -> float:
 
 async def assemble(chunks: Sequence[tuple[Chunk, Sequence[ColumnSet]]]) -> RaggedBatch:
     """Joins a step's chunks with their columns."""
-    return RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
+    return RaggedBatch.concat([join_columns(chunk.data, *columns) for chunk, columns in chunks])
 
 
 # The virtual clock --------------------------------------------------------------------------------------

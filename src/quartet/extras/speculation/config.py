@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig, untrained
-from quartet.config.engines import Speculation, VLLMEngineConfig
-from quartet.config.plugins import Starter
+from quartet.config.common import OptimConfig, SamplingConfig, StrictModel, TrainConfig, training_only_settings
+from quartet.config.engines import BaseSpeculationConfig, VLLMEngineConfig
+from quartet.config.plugins import StarterRecipe
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import Rows, Samples, Tokens
 
@@ -27,7 +27,7 @@ DECAY = 0.8
 _Times = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)]
 
 
-class StepCosts(Strict):
+class StepCosts(StrictModel):
     """Times by powers of two: the first number is that of 1, the next of 2, of 4 and so on; only ratios count. The
     defaults are those of a small model on a CPU (``benchmarks/speculation.py``).
     """
@@ -46,7 +46,7 @@ class StepCosts(Strict):
 _COSTS = Field(StepCosts(), description="What steps cost, by which it is decided when to draft.")
 
 
-class HistorySpeculation(Speculation):
+class HistorySpeculation(BaseSpeculationConfig):
     """Drafts by what followed the newest tokens elsewhere: in the prompt and in other answers to it, of this step and
     of earlier ones.
     """
@@ -57,14 +57,14 @@ class HistorySpeculation(Speculation):
     costs: StepCosts = _COSTS
 
 
-class HeadTraining(Strict):
+class HeadTraining(StrictModel):
     """Medusa heads learn along with the actor, from the hidden states of its own updates."""
 
     tokens_per_step: Tokens = Field(2048, ge=1, description="Most positions of a step that they learn from.")
     optim: OptimConfig = OptimConfig(lr=1e-3)
 
 
-class MedusaSpeculation(Speculation):
+class MedusaSpeculation(BaseSpeculationConfig):
     """Drafts by Medusa heads, trained by ``quartet medusa``."""
 
     type: Literal["medusa"] = "medusa"
@@ -119,7 +119,7 @@ class MedusaSpeculation(Speculation):
             )
 
 
-class HeadsConfig(Strict):
+class HeadsConfig(StrictModel):
     """Heads that guess the tokens behind the next one (Cai et al. 2024); the model itself stays as it is."""
 
     depth: Tokens = Field(3, ge=1, le=16, description="Tokens guessed beyond the next one, each by a head of its own.")
@@ -147,7 +147,7 @@ class MedusaRecipe(SupervisedRecipe):
 
     def _misfits(self) -> Iterator[str]:
         yield from super()._misfits()
-        found = untrained(self.sampling)
+        found = training_only_settings(self.sampling)
         if self.cluster.type != "local":
             found.append(f"cluster.type is {self.cluster.type}, but heads train in one process: leave cluster out")
         if self.train.lora is not None:
@@ -156,7 +156,7 @@ class MedusaRecipe(SupervisedRecipe):
             yield "; ".join(found)
 
 
-STARTER = Starter(
+STARTER = StarterRecipe(
     "prompts.jsonl",
     ("prompt",),
     {"heads.depth": 3, "sampling.max_new_tokens": 256, "train.optim.lr": 1e-3},

@@ -32,12 +32,12 @@ from torch import Tensor
 from quartet.extras.speculation.config import HistorySpeculation, MedusaSpeculation, StepCosts
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.drafter import DraftTree, chain
+from quartet.rollout.drafter import DraftTree, chain_tree
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.sampler import SamplingRows, sample_tokens
-from quartet.rollout.scheduler import Response
-from quartet.train.state import REST, tensors_of
+from quartet.rollout.scheduler import EngineRequest
+from quartet.train.state import REST, state_tensors
 
 _DRAFT = 3
 """Tokens drafted per row in the steps that ``StepCosts.drafted`` has the cost of."""
@@ -133,17 +133,17 @@ class Speculator(ABC):
         self._marked: dict[str, Any] | None = None
 
     @abstractmethod
-    def lengths(self, running: Sequence[Response]) -> list[int]:
+    def lengths(self, running: Sequence[EngineRequest]) -> list[int]:
         """Returns the depth down to which it could draft for each, that of ``tree`` at most; costs little."""
 
     @abstractmethod
-    def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> Sequence[Sequence[int]]:
+    def draft(self, running: Sequence[EngineRequest], nodes: Sequence[int]) -> Sequence[Sequence[int]]:
         """Drafts tokens for each: of these nodes of ``tree``, as far as it can."""
 
-    def finished(self, response: Response) -> None:  # noqa: B027 (most need not know)
+    def finished(self, response: EngineRequest) -> None:  # noqa: B027 (most need not know)
         """Is told that a response ended by itself, and has all its tokens."""
 
-    def forget(self, response: Response) -> None:  # noqa: B027
+    def forget(self, response: EngineRequest) -> None:  # noqa: B027
         """Is told that a response ended, in whatever way."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
@@ -176,7 +176,7 @@ class Speculator(ABC):
             fitting = [i for i, depth in enumerate(tree.depths) if depth <= n]
             response.propose([draft[i] for i in fitting], tree.only(fitting))
 
-    def verified(self, response: Response, kept: Sequence[int], *, ended: bool) -> None:
+    def verified(self, response: EngineRequest, kept: Sequence[int], *, ended: bool) -> None:
         self.acceptance.note(response.tree, kept, ended=ended)
 
     def by_depth(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -226,7 +226,7 @@ class Speculator(ABC):
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.acceptance.recent = [list(recent) for recent in state[REST]["acceptance"]]
-        self.load_learned(tensors_of(state))
+        self.load_learned(state_tensors(state))
         self._marked = None
 
 
@@ -346,19 +346,19 @@ class HistoryDrafter(Speculator):
     """
 
     def __init__(self, min_match: int, max_draft: int, costs: StepCosts) -> None:
-        super().__init__(chain(max_draft), costs)
+        super().__init__(chain_tree(max_draft), costs)
         self.answers = Answers()
         self._min_match = min_match
         self._texts: dict[Prompt, Texts] = {}
-        self._drafts: dict[Response, tuple[int, Sequence[int]]] = {}  # by tokens so far
+        self._drafts: dict[EngineRequest, tuple[int, Sequence[int]]] = {}  # by tokens so far
 
-    def lengths(self, running: Sequence[Response]) -> list[int]:
+    def lengths(self, running: Sequence[EngineRequest]) -> list[int]:
         return [len(self._read(response)) for response in running]
 
-    def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> list[Sequence[int]]:
+    def draft(self, running: Sequence[EngineRequest], nodes: Sequence[int]) -> list[Sequence[int]]:
         return [self._read(response)[: len(nodes)] for response in running]
 
-    def _read(self, response: Response) -> Sequence[int]:
+    def _read(self, response: EngineRequest) -> Sequence[int]:
         """Returns the whole draft behind the newest token."""
         prompt, tokens = response.request.prompt_ids, response.token_ids
         num, draft = self._drafts.get(response, (-1, ()))
@@ -376,13 +376,13 @@ class HistoryDrafter(Speculator):
                 _add(texts, prompt, answer, MAX_TOKENS * 3 // 4)
         return self._texts[prompt]
 
-    def finished(self, response: Response) -> None:
+    def finished(self, response: EngineRequest) -> None:
         prompt, tokens = response.request.prompt_ids, response.token_ids
         self.answers.add(prompt, torch.tensor(tokens, dtype=torch.int32))
         if prompt in self._texts:
             _add(self._texts[prompt], prompt, tokens, MAX_TOKENS)
 
-    def forget(self, response: Response) -> None:
+    def forget(self, response: EngineRequest) -> None:
         if self._drafts.pop(response, None) is None:
             return
         prompt = response.request.prompt_ids
@@ -444,11 +444,11 @@ class HeadDrafter(Speculator):
         self._sent = sent
         self._heads = heads
 
-    def lengths(self, running: Sequence[Response]) -> list[int]:
+    def lengths(self, running: Sequence[EngineRequest]) -> list[int]:
         return [self.tree.depth] * len(running)
 
     @torch.no_grad()
-    def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> list[list[int]]:
+    def draft(self, running: Sequence[EngineRequest], nodes: Sequence[int]) -> list[list[int]]:
         depths, ranks = [self.tree.depths[node] - 1 for node in nodes], [self._ranks[node] for node in nodes]
         depth = 1 + max(depths)
         flat = self._heads(torch.stack([r.hidden for r in running if r.hidden is not None]), depth).flatten(0, 1)

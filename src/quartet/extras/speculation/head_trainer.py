@@ -34,27 +34,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quartet.batch.ragged import RaggedBatch, sent
+from quartet.batch.ragged import RaggedBatch, to_device_async
 from quartet.config.common import OptimConfig
 from quartet.extras.speculation.config import DECAY, FOLDER, PREFIX, HeadTraining, MedusaSpeculation
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.schedule.leases import LeaseMode
-from quartet.schedule.model_worker import AddedLosses, TrainWorker, Update
+from quartet.schedule.model_worker import AddedLosses, TrainWorker, UpdateSpec
 from quartet.train.engine import Objective, TrainEngine, build_optimizer, clip_gradients, learning_rate
-from quartet.train.forward import Needs, Outputs, leaf_rows
+from quartet.train.forward import ForwardNeeds, ForwardOutputs, leaf_rows
 from quartet.train.metrics import MetricSums
 from quartet.train.state import (
     REST,
     Shape,
-    check_fit,
+    check_state_fits,
     make_optimizer_tensors,
     model_tensors,
     optimizer_tensors,
-    shapes_of,
+    tensor_shapes,
 )
 
-HIDDEN = Needs(hidden=True)
+HIDDEN = ForwardNeeds(hidden=True)
 """The states that ``HeadTrainer`` learns from, of the tokens under ``loss_mask``."""
 _LOGIT_BYTES = 1 << 26
 """Most bytes of the logits of all heads that exist at a time."""
@@ -180,7 +180,7 @@ class HeadTrainer:
         """
         heads, device = self.heads, self.heads.trunk.device
         for part in rows.split(max(1, _LOGIT_BYTES // (4 * heads.depth * heads.vocab_size))):
-            yield sent(hidden[part.to(hidden.device)], device), sent(labels[part], device)
+            yield to_device_async(hidden[part.to(hidden.device)], device), to_device_async(labels[part], device)
 
     # State -----------------------------------------------------------------------------------------------
 
@@ -200,7 +200,8 @@ class HeadTrainer:
         """Gives tensors to load a saved state into, as ``TrainEngine.loading`` does."""
         make_optimizer_tensors(self.optimizer, self._named(), saved)
         live = self._tensors()
-        check_fit(shapes_of(live), saved, "train the heads that the run began with, or choose another output_dir")
+        remedy = "train the heads that the run began with, or choose another output_dir"
+        check_state_fits(tensor_shapes(live), saved, remedy)
         yield live
         self.num_updates, self.num_skipped = rest["num_updates"], rest["num_skipped"]
 
@@ -229,7 +230,7 @@ class Watched(Objective):
         self.is_here = torch.zeros(len(rows), dtype=torch.bool)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> ForwardNeeds:
         return replace(self._objective.needs, hidden=True)
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
@@ -238,7 +239,7 @@ class Watched(Objective):
     def denominators(self, batch: RaggedBatch) -> Any:
         return self._objective.denominators(batch)
 
-    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: Any, sums: MetricSums) -> Tensor:
+    def loss(self, outputs: ForwardOutputs, batch: RaggedBatch, denominators: Any, sums: MetricSums) -> Tensor:
         assert outputs.hidden is not None, "asked for"
         # A pass that ran out of memory is made again, in other parts: each leaves what it has where it belongs.
         home = leaf_rows(self.batch, [self._number[name] for name in batch.ids])
@@ -247,8 +248,8 @@ class Watched(Objective):
         hidden, device = outputs.hidden, outputs.hidden.device
         if self.states is None:
             self.states = hidden.new_zeros(len(self.rows), hidden.shape[1])
-        here = leaf_rows(batch, range(len(batch)))[sent(wanted, batch.device)]
-        self.states[sent(places[wanted], device)] = hidden[here]
+        here = leaf_rows(batch, range(len(batch)))[to_device_async(wanted, batch.device)]
+        self.states[to_device_async(places[wanted], device)] = hidden[here]
         self.is_here[places[wanted]] = True
         return self._objective.loss(outputs, batch, denominators, sums)
 
@@ -281,7 +282,7 @@ class Companion:
         if len(rows) > most:
             number = self.trainer.num_updates + self.trainer.num_skipped + len(self._kept)
             picked = np.sort(np.random.default_rng([self._seed, number]).choice(len(rows), most, replace=False))
-            rows = rows[sent(torch.from_numpy(picked), rows.device)]
+            rows = rows[to_device_async(torch.from_numpy(picked), rows.device)]
         return Watched(objective, batch, rows, labels[rows])
 
     def keep(self, watched: Watched) -> None:
@@ -337,7 +338,7 @@ class CompanionWorker(TrainWorker):
         self.companion = companion
         self.drafter_model = companion.heads
 
-    def _update_once(self, update: Update, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
+    def _update_once(self, update: UpdateSpec, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
         if update.rehearsal:
             return super()._update_once(update, batch, num_updates)
         watched = self.companion.watch(batch, update.objective, num_updates)

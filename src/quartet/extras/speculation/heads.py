@@ -40,8 +40,8 @@ from quartet.config import UserError
 from quartet.extras.speculation.config import FOLDER, PREFIX
 from quartet.models.directories import WHOLE, save_tensors
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.vllm.start import Drafts
-from quartet.text.loading import local_or_hub
+from quartet.rollout.vllm.start import DraftSettings
+from quartet.text.loading import resolve_model_directory
 from quartet.weights.sink import gather
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -183,7 +183,7 @@ class MedusaHeads(nn.Module):
         Raises:
             UserError: there are none, they cannot be read, are fewer, or of another trunk.
         """
-        path = Path(local_or_hub(path, "heads", FOLDER))
+        path = Path(resolve_model_directory(path, "heads", FOLDER))
         try:
             config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
             sizes = config["hidden_size"], config["vocab_size"]
@@ -211,15 +211,15 @@ _LONGEST_MATCH = 16
 """Newest tokens that are looked up at most; of the places that have them the one that has most is taken."""
 
 
-def vllm_ngrams(section: Mapping[str, Any], folder: Path) -> Drafts:
+def vllm_ngrams(section: Mapping[str, Any], folder: Path) -> DraftSettings:
     shortest = section["min_match"]
     lookup = {"prompt_lookup_min": shortest, "prompt_lookup_max": max(shortest, _LONGEST_MATCH)}
-    return Drafts({"method": "ngram", "num_speculative_tokens": section["max_draft"], **lookup})
+    return DraftSettings({"method": "ngram", "num_speculative_tokens": section["max_draft"], **lookup})
 
 
-def vllm_medusa(section: Mapping[str, Any], folder: Path) -> Drafts:
+def vllm_medusa(section: Mapping[str, Any], folder: Path) -> DraftSettings:
     """Writes the first heads that ``MedusaHeads.save`` wrote, or all, for vLLM."""
-    path, learn = Path(local_or_hub(section["path"], "heads", FOLDER)), section["train"] is not None
+    path, learn = Path(resolve_model_directory(section["path"], "heads", FOLDER)), section["train"] is not None
     config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
     depth = config["num_heads"] = section["depth"] or config["num_heads"]
     with safe_open(path / _WEIGHTS, "pt") as file:
@@ -231,4 +231,4 @@ def vllm_medusa(section: Mapping[str, Any], folder: Path) -> Drafts:
     (folder / _CONFIG).write_text(json.dumps(config), encoding="utf-8")
     save_file(tensors, folder / _WEIGHTS)
     drafted = {"method": "medusa", "model": str(folder), "num_speculative_tokens": depth}
-    return Drafts(drafted, shapes if learn else {}, not learn)
+    return DraftSettings(drafted, shapes if learn else {}, not learn)

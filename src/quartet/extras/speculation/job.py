@@ -28,7 +28,7 @@ from quartet.data.datasets import PromptData, SFTData, SFTItem
 from quartet.extras.speculation.config import FOLDER, MedusaRecipe
 from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
 from quartet.extras.speculation.heads import MedusaHeads
-from quartet.models.lora import digest_of
+from quartet.models.lora import named_tensors_digest
 from quartet.models.memory import drop_derived
 from quartet.observe.files import RowAppender, read_rows
 from quartet.rollout.engine import NativeEngine
@@ -37,10 +37,10 @@ from quartet.rollout.sampler import sample_seed
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import sampling_params
 from quartet.train.state import Shape
-from quartet.trainers.evaluation import run_to_end
-from quartet.trainers.input_sources import Reader, check_budget, prompt_data, prompt_reader
-from quartet.trainers.run_files import writing
-from quartet.trainers.supervised import Given, SupervisedTrainer, SupervisedWorker
+from quartet.trainers.evaluation import run_requests
+from quartet.trainers.input_sources import Reader, check_budget, load_prompts, prompt_reader
+from quartet.trainers.run_files import naming_write_errors
+from quartet.trainers.supervised import PassedObjects, SupervisedTrainer, SupervisedWorker
 
 _ANSWERS_PER_PASS = 256
 """Answered by the engine together. What they are does not depend on the others, so that a killed run's are the same."""
@@ -59,7 +59,7 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
 
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> Any:
         """Reads prompts, each as often as it is to be answered, until ``sample_answers`` was called."""
-        found = prompt_data(config, rows, self.codec, context, key)
+        found = load_prompts(config, rows, self.codec, context, key)
         return replace(found, items=tuple(i for i in found.items for _ in range(self.recipe.samples_per_prompt)))
 
     def _longest(self) -> int:
@@ -68,7 +68,7 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
         check_budget(longest, budget, "train.forward_token_budget")
         return 0  # nothing has gradients but the heads, which take positions one by one
 
-    def _begin(self, given: Given) -> None:
+    def _begin(self, given: PassedObjects) -> None:
         recipe = self.recipe
         config = recipe.heads
         heads = MedusaHeads(self.packed, config.depth, layers=config.layers, shared_head=config.shared_head)
@@ -85,7 +85,7 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
         found = {"data": self.data, "evaluation_data": self.evaluation}
         self._asked = {key: self._requests(key, data) for key, data in found.items() if data is not None}
         about = [[one.request_id, *one.prompt_ids] for asked in self._asked.values() for one in asked]
-        model = digest_of(self.packed.model.state_dict().items())
+        model = named_tensors_digest(self.packed.model.state_dict().items())
         digest = hashlib.sha256(json.dumps([model, about]).encode()).hexdigest()
         file = path / "finished" / f"answers-{digest[:16]}.jsonl"
         self._answers = {row["sample"]: row["token_ids"] for row in read_rows(file)} if file.is_file() else {}
@@ -117,7 +117,7 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
         if self._missing:
             part = self._missing.pop(0)
             engine = NativeEngine(self.packed, decode=self.codec.decode_completion)
-            for one in run_to_end(engine, part):
+            for one in run_requests(engine, part):
                 self._answers[one.request_id] = one.token_ids
                 self._rows.append({"sample": one.request_id, "token_ids": one.token_ids})
             drop_derived(self.packed.model)
@@ -171,7 +171,7 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
     def write_model(self, path: Path) -> str | None:
         """Writes the heads, as ``medusa`` beside where the model would be."""
         target = path.with_name(FOLDER)
-        with writing(target):
+        with naming_write_errors(target):
             self.trainer.heads.save(target)
         return None
 

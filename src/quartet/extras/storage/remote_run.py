@@ -37,17 +37,17 @@ from quartet.extras.storage.store import CHECKPOINTS, MODELS, Store, StoreError,
 from quartet.observe.files import LOCK, replace_atomically
 from quartet.train.checkpoint import (
     NAME,
+    CheckpointDamage,
     CheckpointManifest,
-    Damage,
     Shares,
     begin_checkpoint,
     checkpoint_path,
+    checkpoint_step,
+    final_checkpoint_path,
     list_checkpoints,
-    path_of_draft,
-    step_of,
 )
-from quartet.trainers.run import LocalRun
-from quartet.trainers.run_files import MARKER, RECIPE, SUMMARY, read_json, read_recipe, take_lock, writing
+from quartet.trainers.run import LocalRunStorage
+from quartet.trainers.run_files import MARKER, RECIPE, SUMMARY, lock_run, naming_write_errors, read_json, read_recipe
 
 SENT = ".sent"
 """Below the run's URL: what is on its way to the driver."""
@@ -63,14 +63,14 @@ def bring_checkpoint(store: Store, run: Path, root: str, step: int, names: Colle
         Damage: its files are not those that its manifest names.
     """
     draft = begin_checkpoint(run / root, step)
-    final = path_of_draft(draft)
+    final = final_checkpoint_path(draft)
     base = f"{root}/{final.name}"
-    with writing(draft):
+    with naming_write_errors(draft):
         store.download(f"{base}/{NAME}", draft / NAME)
         manifest = CheckpointManifest.read(draft / NAME)
         for name in manifest.files:
             if f"{base}/{name}" not in names:
-                raise Damage(f"{name} is missing")
+                raise CheckpointDamage(f"{name} is missing")
             (draft / name).parent.mkdir(parents=True, exist_ok=True)
             store.download(f"{base}/{name}", draft / name)
         manifest.check_content(draft)
@@ -86,7 +86,7 @@ class Machine(Worker):
 
     def begin(self, draft: Path) -> None:
         """Makes an empty ``draft`` in the place of former ones."""
-        with writing(here := local_path(draft)):
+        with naming_write_errors(here := local_path(draft)):
             for former in here.parent.glob(".draft_*"):
                 shutil.rmtree(former, ignore_errors=True)
             here.mkdir(parents=True)
@@ -123,7 +123,7 @@ class Machines:
         pool = ResourcePool([1] * len(nodes), cpus=0, nodes=nodes)
         self._group = WorkerGroup(pool, Machine, name="storage", backend=backend)
         try:
-            with writing(token := run / f".seen_{os.getpid()}_storage"):
+            with naming_write_errors(token := run / f".seen_{os.getpid()}_storage"):
                 token.mkdir(exist_ok=True)
             try:
                 seen = self._group.call(Machine.sees, token)
@@ -145,7 +145,7 @@ class Machines:
         names = self._group.call(Machine.send, self._url, self._run, paths, mode=OneRank(self.ranks[node]))
         for name in names:
             file = self._run / name
-            with writing(part := file.with_name(f".{file.name}.part")):
+            with naming_write_errors(part := file.with_name(f".{file.name}.part")):
                 part.parent.mkdir(parents=True, exist_ok=True)
                 store.download(name, part)
                 os.replace(part, file)
@@ -164,7 +164,7 @@ _AGAIN_S = 5.0
 """Between tries while the store is away."""
 
 
-class RemoteRun(LocalRun):
+class RemoteRun(LocalRunStorage):
     """
     Args:
         path: the run's directory here.
@@ -227,7 +227,7 @@ class RemoteRun(LocalRun):
             self._bring()
 
     def claim(self, *, upload: bool = True) -> None:
-        with writing(self.path):
+        with naming_write_errors(self.path):
             self._processes.append(self._process)
             state = {"run": self._run, "processes": self._processes}
             replace_atomically(self.path / _STATE, json.dumps(state).encode())
@@ -284,7 +284,7 @@ class RemoteRun(LocalRun):
         found = [entry for entry in self.path.iterdir() if entry.name != LOCK]
         if any(not entry.name.startswith(".") for entry in found):  # else a run was deleted here but for such files
             aside = self.path.with_name(f"{self.path.name}.aside-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
-            with writing(aside):
+            with naming_write_errors(aside):
                 aside.mkdir()
                 for entry in found:
                     os.replace(entry, aside / entry.name)
@@ -302,7 +302,7 @@ class RemoteRun(LocalRun):
                 try:
                     bring_checkpoint(self._store, self.path, root, step, names)
                     break
-                except Damage as damage:
+                except CheckpointDamage as damage:
                     self._tell(f"damaged checkpoint in {self.url}/{root}: step {step}: {damage}")
             else:
                 remedy = "restore one of them, or choose another output_dir"
@@ -333,7 +333,7 @@ class RemoteRun(LocalRun):
     def give(self, checkpoint: Path) -> None:
         if self._machines is not None:
             self.push()
-            self._machines.each(Machine.fetch_checkpoint, self.url, self.path.absolute(), step_of(checkpoint))
+            self._machines.each(Machine.fetch_checkpoint, self.url, self.path.absolute(), checkpoint_step(checkpoint))
 
     def bring(self, node: str, paths: Sequence[Path]) -> None:
         if self._machines is not None and node in self._machines.ranks:
@@ -522,7 +522,7 @@ def upload_run(path: Path, url: str | None, tell: Callable[[str], object]) -> st
     url = url or recipe.get("output_dir")
     if not is_url(url):
         raise UserError("nothing says where to upload to", found=f"{path}, url {url}", remedy="name the URL after it")
-    with take_lock(path / LOCK):
+    with lock_run(path / LOCK):
         remote = RemoteRun(str(url), path, tell, keep=int(recipe.get("checkpoint", {}).get("keep", 2)))
         remote.restore(resume=True, here_only=True)
         remote.claim(upload=False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from quartet.config.strict import flatten
 from quartet.extras.trackers.config import MLflowConfig, TrackioConfig, WandbConfig
-from quartet.observe.trackers import Row, TrackedRun
+from quartet.observe.trackers import Row, RunInfo
 
 _WAIT_S = 20.0
 """Longest wait of wandb for its server when a run begins and when it ends; it keeps the process that long."""
@@ -18,7 +18,7 @@ _PARAMS, _PARAM_CHARACTERS = 100, 500
 class WandbTracker:
     """A run of Weights & Biases, in a process of its own, which keeps what it cannot send in the run's directory."""
 
-    def __init__(self, config: WandbConfig, run: TrackedRun, known: str | None) -> None:
+    def __init__(self, config: WandbConfig, run: RunInfo, known: str | None) -> None:
         import wandb
 
         self._table = wandb.Table
@@ -56,7 +56,7 @@ class WandbTracker:
 class TrackioTracker:
     """A run of Trackio: a database on this machine, or a Space of the hub."""
 
-    def __init__(self, config: TrackioConfig, run: TrackedRun, known: str | None) -> None:
+    def __init__(self, config: TrackioConfig, run: RunInfo, known: str | None) -> None:
         import trackio
 
         self._table = trackio.Table
@@ -86,7 +86,7 @@ class TrackioTracker:
 class MLflowTracker:
     """A run of MLflow, with the recipe as parameters and tables as artifacts."""
 
-    def __init__(self, config: MLflowConfig, run: TrackedRun, known: str | None) -> None:
+    def __init__(self, config: MLflowConfig, run: RunInfo, known: str | None) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from quartet.config.common import TrackerConfig
-from quartet.config.errors import UserError, described
+from quartet.config.common import BaseTrackerConfig
+from quartet.config.errors import UserError, describe_error
 
 
-class _Package(TrackerConfig):
+class _Package(BaseTrackerConfig):
     """A tracker whose package and extra are called as its ``type``."""
 
     def check(self) -> None:
@@ -58,7 +58,7 @@ class WandbConfig(_Package):
         try:
             has_key = wandb.run is not None or wandb.login(prompt=False, verify=False)
         except wandb.Error as error:
-            return described(error), remedy
+            return describe_error(error), remedy
         return None if has_key else ("no API key of Weights & Biases", remedy)
 
 

@@ -43,15 +43,15 @@ from quartet.rollout.protocol import (
     Completion,
     EngineStats,
     FinishReason,
-    Generated,
     GenerationError,
+    PartialCompletion,
     Request,
     SamplingParams,
-    check_ids,
+    check_request_ids,
 )
 from quartet.rollout.sampler import SamplingRows, sample
-from quartet.rollout.scheduler import Decode, Decoding, StopStringMatcher, check_request
-from quartet.rollout.vllm.start import Drafts, HeadPadding
+from quartet.rollout.scheduler import Decode, DecodingRequest, StopStringMatcher, check_request
+from quartet.rollout.vllm.start import DraftSettings, HeadPadding
 from quartet.weights.manifest import WeightsRefused, WeightsUnusable
 
 SAMPLING = "quartet_sampling"
@@ -134,7 +134,7 @@ def _output(tokens: Tensor, logprobs: Tensor) -> SamplerOutput:
 Shapes = dict[str, tuple[int, ...]]
 
 
-class WorkerMethods:
+class WorkerExtension:
     """What vLLM's worker class can do besides (its ``worker_extension_cls``); methods are called on every rank."""
 
     model_runner: Any
@@ -169,14 +169,16 @@ class WorkerMethods:
         of_heads = {n: tensors.pop(n) for n in heads if n in tensors}
         named = _checked(tensors, dict(getattr(source, "ties", ())), shapes, self.model_config.dtype)
         of_heads = _checked(of_heads, {}, heads, self.model_config.dtype)
-        load(self.model_runner.get_model(), named, self.model_config)
+        load_weights_in_place(self.model_runner.get_model(), named, self.model_config)
         if of_heads:
             of_heads = {name.partition(".")[2]: tensor for name, tensor in of_heads.items()}
-            load(self.model_runner.drafter.model, of_heads, self.model_runner.drafter.spec_config.draft_model_config)
+            load_weights_in_place(
+                self.model_runner.drafter.model, of_heads, self.model_runner.drafter.spec_config.draft_model_config
+            )
 
 
 @torch.no_grad()
-def load(model: Any, tensors: Mapping[str, Tensor], model_config: Any) -> None:
+def load_weights_in_place(model: Any, tensors: Mapping[str, Tensor], model_config: Any) -> None:
     """Writes ``tensors`` into a model that serves, in place: graphs that were captured stay valid."""
     initialize_layerwise_reload(model)
     model.load_weights(tensors.items())
@@ -255,7 +257,7 @@ class VLLMEngine:
         version: int | None = 0,
         lora: Mapping[str, Any] | None = None,
         padding: HeadPadding | None = None,
-        drafts: Drafts | None = None,
+        drafts: DraftSettings | None = None,
     ) -> None:
         config = EngineArgs(**engine_args).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -273,7 +275,7 @@ class VLLMEngine:
         self._shapes = checkpoint_shapes(Path(config.model_config.model))
         self._adapter = None if lora is None else LoRARequest("policy", 1, "(loaded before the first step)")
         self._version = version
-        self._held: dict[str, Decoding] = {}
+        self._held: dict[str, DecodingRequest] = {}
         self._ended: list[Completion] = []
         self._failed: list[str] = []
         self._stats = EngineStats(policy_version=version or 0)
@@ -281,7 +283,7 @@ class VLLMEngine:
     # ---- requests ----
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check_ids(requests, self._held)
+        check_request_ids(requests, self._held)
         for request in requests:
             check_request(
                 request,
@@ -295,7 +297,7 @@ class VLLMEngine:
     def _add(self, request: Request) -> None:
         limit = min(request.sampling.max_new_tokens, self._model.max_model_len - len(request.prompt_ids))
         matcher = StopStringMatcher.of(request, self._decode)
-        self._held[request.request_id] = Decoding(request, limit, matcher=matcher)
+        self._held[request.request_id] = DecodingRequest(request, limit, matcher=matcher)
         wanted = EngineCoreRequest(
             request_id=request.request_id,
             prompt_token_ids=list(request.prompt_ids),
@@ -315,7 +317,7 @@ class VLLMEngine:
                 self._core.abort_requests([request_id])
                 self._ended.append(response.completion(FinishReason.CANCELLED))
 
-    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+    def generated(self, request_ids: Iterable[str]) -> dict[str, PartialCompletion]:
         held = (self._held[i] for i in request_ids if i in self._held)
         return {r.request.request_id: r.generated() for r in held}
 
@@ -354,7 +356,7 @@ class VLLMEngine:
         cached = round(self._core.scheduler.get_kv_cache_usage() * self._num_blocks) * self._block_size
         self._stats.cached_tokens = cached
 
-    def _take(self, response: Decoding, output: EngineCoreOutput) -> None:
+    def _take(self, response: DecodingRequest, output: EngineCoreOutput) -> None:
         """Adds a step's tokens to a response, and ends it where they end it."""
         if output.prefill_stats is not None and not response.token_ids:
             self._stats.prompt_tokens_prefilled += output.prefill_stats.num_computed_tokens

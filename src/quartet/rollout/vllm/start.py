@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quartet.config import UserError
-from quartet.config.plugins import load
+from quartet.config.plugins import load_object
 from quartet.observe.memory import available_bytes
 from quartet.rollout.scheduler import Decode
 from quartet.text.tokenizer import TextCodec
@@ -106,7 +106,7 @@ _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
-class Drafts:
+class DraftSettings:
     """What vLLM drafts with.
 
     Attributes:
@@ -121,7 +121,7 @@ class Drafts:
     stay: bool = False
 
 
-def make(
+def make_vllm_engine(
     path: str,
     *,
     dtype: str = "bfloat16",
@@ -185,7 +185,7 @@ def make(
             if drafter is not None:
                 target, section = drafter
                 Path(made, "drafter").mkdir()
-                drafts = load(target)(section, Path(made, "drafter"))
+                drafts = load_object(target)(section, Path(made, "drafter"))
                 given["speculative_config"] = drafts.config
             options: dict[str, Any] = {"lora": lora, "padding": padding, "drafts": drafts}
             decode = _decode(folder, bool(given.get("trust_remote_code")))
@@ -220,7 +220,7 @@ _CHOSEN: dict[str, Any] = {
     "async_scheduling": False,
     "enable_prefix_caching": True,
     "logprobs_mode": "processed_logprobs",
-    "worker_extension_cls": "quartet.rollout.vllm.engine.WorkerMethods",
+    "worker_extension_cls": "quartet.rollout.vllm.engine.WorkerExtension",
 }
 """Settings that this engine rests on."""
 _REFUSED = ("model", "pipeline_parallel_size", "data_parallel_size", "speculative_config")

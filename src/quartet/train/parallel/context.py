@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quartet.batch.ragged import sent
+from quartet.batch.ragged import to_device_async
 from quartet.models.attention import AttentionContext, AttentionParams
 from quartet.models.packed_model import PackedModel
 from quartet.train.parallel.pass_group import PassGroup, near_equal
@@ -122,7 +122,7 @@ class TokenSplit:
     def read(self, rows: Tensor, device: torch.device) -> RowRead:
         """Finds which of ``rows [M]``, in any order and on the host, this rank has."""
         if self.parallel.num_ranks == 1:
-            return RowRead(self, sent(rows, device))
+            return RowRead(self, to_device_async(rows, device))
         sizes = [size for span in self.span_sizes for size in near_equal(span, _size(self.parallel.tensor))]
         ends = torch.tensor(list(accumulate(sizes)))
         owners = torch.bucketize(rows, ends, right=True)
@@ -133,9 +133,9 @@ class TokenSplit:
         of_rank = order.split(counts.flatten().tolist())
         return RowRead(
             self,
-            sent(rows[of_rank[index]] - (int(ends[index]) - sizes[index]), device),
-            sent(order.split(counts.sum(1).tolist())[span], device),
-            sent(order.argsort(), device),
+            to_device_async(rows[of_rank[index]] - (int(ends[index]) - sizes[index]), device),
+            to_device_async(order.split(counts.sum(1).tolist())[span], device),
+            to_device_async(order.argsort(), device),
             tuple(counts[span].tolist()),
             tuple(counts.sum(1).tolist()),
         )

@@ -25,9 +25,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from quartet.cluster.errors import reaching
+from quartet.cluster.errors import raising_rank_failed
 from quartet.config import UserError
-from quartet.models.directories import Gather
+from quartet.models.directories import GatherFunctions
 from quartet.models.packed_model import PackedModel, decoder_layers
 from quartet.train.parallel.collectives import (
     CountedAllGather,
@@ -105,7 +105,7 @@ class ShardedModel(nn.Module):
         if with_gradients:
             self._fsdp.set_requires_gradient_sync(self.reduces_every_pass)
             self._fsdp.set_requires_all_reduce(self.reduces_every_pass and self.mesh.replicate == 1)
-        with reaching(self.mesh.copy.size):
+        with raising_rank_failed(self.mesh.copy.size):
             for one_pass in passes:
                 (one_pass or idle)()
             self._fsdp.reshard()
@@ -121,7 +121,7 @@ class ShardedModel(nn.Module):
         Raises:
             RankFailed: a rank that this one sums with failed.
         """
-        with reaching(self.mesh.data.size):
+        with raising_rank_failed(self.mesh.data.size):
             self._sum_gradients(present)
 
     def _sum_gradients(self, present: Collection[str]) -> None:
@@ -269,7 +269,7 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()
     packed.one_call = root
-    packed.gather = Gather(is_first=mesh.data.rank == 0, whole=gather)
+    packed.gather = GatherFunctions(is_first=mesh.data.rank == 0, whole=gather)
     return root
 
 

@@ -22,16 +22,16 @@ from transformers import PreTrainedModel
 
 from quartet.config import UserError
 from quartet.models.directories import (
-    Conversion,
     StoredTensor,
+    WeightConversion,
     conversions_to_load,
-    loading,
+    format_names,
     meta_twin,
-    named,
+    naming_load_errors,
     stored_tensors,
 )
-from quartet.models.loading import fresh_head
-from quartet.models.lora import digest_of
+from quartet.models.loading import init_scalar_head
+from quartet.models.lora import named_tensors_digest
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.train.parallel.fsdp import sharded, stays_on_host
 from quartet.train.parallel.tensors import local, local_slices, write_part
@@ -64,7 +64,7 @@ def load_shares(
         with packed.without_adapters():
             tensors = model.state_dict(keep_vars=True)
             if isinstance(source, str):
-                with loading(source, "model"), stored_tensors(source) as stored:
+                with naming_load_errors(source, "model"), stored_tensors(source) as stored:
                     read = _fill(tensors, stored, twin, source)
             else:
                 read = _fill(tensors, {n: StoredTensor.of(t) for n, t in source.items()}, twin, "the given model")
@@ -86,8 +86,8 @@ def _allocate(packed: PackedModel, device: torch.device) -> None:
 
 
 def _gathered_digest(packed: PackedModel, named: Iterable[tuple[str, Tensor]]) -> str:
-    """Returns ``digest_of`` the whole tensors, on all ranks. Collective."""
-    digest = digest_of((name, whole) for name, tensor in named if (whole := gather(tensor)) is not None)
+    """Returns ``named_tensors_digest`` the whole tensors, on all ranks. Collective."""
+    digest = named_tensors_digest((name, whole) for name, tensor in named if (whole := gather(tensor)) is not None)
     root = sharded(packed)
     return digest if root is None else root.mesh.data.gather(digest)[0]
 
@@ -116,14 +116,14 @@ def _fill(
     if broken:
         raise UserError(
             f"the weights of {where!r} are not finite",
-            found=f"NaN or infinity in {named(broken)}",
+            found=f"NaN or infinity in {format_names(broken)}",
             remedy="use a checkpoint from before its training diverged, or download it again",
         )
     return read
 
 
 def _parts(
-    conversion: Conversion,
+    conversion: WeightConversion,
     tensors: Mapping[str, Tensor],
     stored: Mapping[str, StoredTensor],
     twin: PreTrainedModel,
@@ -171,11 +171,11 @@ def _check_complete(
         heads = [name for name, tensor in missing.items() if tensor is packed.head.weight]
         for name in heads:
             head = missing.pop(name)
-            write_part(head, fresh_head(head.shape, seed))
+            write_part(head, init_scalar_head(head.shape, seed))
     if missing:
         raise UserError(
             f"{where!r} is not a whole {type(packed.model).__name__}",
-            found=f"its weights lack {named(missing)}",
+            found=f"its weights lack {format_names(missing)}",
             remedy="download the directory again, or correct its config.json",
         )
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from quartet.cluster.errors import reaching
+from quartet.cluster.errors import raising_rank_failed
 from quartet.config import UserError
 from quartet.config.common import ShardingConfig
 
@@ -51,7 +51,7 @@ class DataParallelGroup:
             RankFailed: a rank is gone or does not answer.
         """
         found: list[Any] = [None] * self.size
-        with reaching(self.size):
+        with raising_rank_failed(self.size):
             dist.all_gather_object(found, value, group=self.process_group)
         return found
 

@@ -38,7 +38,7 @@ from quartet.train.parallel.pass_group import PassGroup, near_equal
 
 
 class VocabParallel:
-    """The vocabulary's rows of this rank, for ``models.logprobs.VocabularyPart``.
+    """The vocabulary's rows of this rank, for ``models.logprobs.VocabShard``.
 
     Args:
         size: V; large enough for every rank to have some.

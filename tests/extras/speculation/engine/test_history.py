@@ -13,7 +13,7 @@ from quartet.extras.speculation import drafting
 from quartet.extras.speculation.config import StepCosts
 from quartet.extras.speculation.drafting import MAX_TOKENS, Answers, HistoryDrafter, Texts
 from quartet.rollout.protocol import Request
-from quartet.rollout.scheduler import RequestGroup, Response
+from quartet.rollout.scheduler import EngineRequest, RequestGroup
 
 
 def followers(texts: Sequence[Sequence[int]], text: Sequence[int], least: int) -> Counter[int]:
@@ -69,17 +69,17 @@ def test_answers_keep_to_their_bound_and_come_back_as_they_were(monkeypatch: pyt
     assert answers.num_tokens == 0
 
 
-def response_of(request: Request) -> Response:
-    return Response(request, 100, RequestGroup(request.prompt_ids), 0)
+def response_of(request: Request) -> EngineRequest:
+    return EngineRequest(request, 100, RequestGroup(request.prompt_ids), 0)
 
 
 @pytest.fixture
-def of_prompt(make_request: Callable[..., Request]) -> Callable[[str], Response]:
+def of_prompt(make_request: Callable[..., Request]) -> Callable[[str], EngineRequest]:
     return lambda name: response_of(make_request(name, group="g", prompt=(1, 2, 3, 4)))
 
 
 def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
-    of_prompt: Callable[[str], Response],
+    of_prompt: Callable[[str], EngineRequest],
 ) -> None:
     drafter = HistoryDrafter(min_match=2, max_draft=3, costs=StepCosts())
     first, second = of_prompt("a"), of_prompt("b")
@@ -105,7 +105,7 @@ def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
     assert other.draft([fourth], range(3)) == [[2, 5, 6]], "from the saved state"
 
 
-def test_answers_of_before_leave_room_for_those_of_now(of_prompt: Callable[[str], Response]) -> None:
+def test_answers_of_before_leave_room_for_those_of_now(of_prompt: Callable[[str], EngineRequest]) -> None:
     drafter = HistoryDrafter(min_match=2, max_draft=3, costs=StepCosts())
     for number in range(3):
         drafter.answers.add(of_prompt("old").request.prompt_ids, text(50 + number, 4000))

@@ -22,7 +22,7 @@ from quartet.extras.speculation.head_trainer import (
     future_labels,
 )
 from quartet.extras.speculation.heads import MedusaHeads
-from quartet.schedule.model_worker import TrainWorker, Update
+from quartet.schedule.model_worker import TrainWorker, UpdateSpec
 from quartet.train.engine import LossTerm, TrainEngine
 from quartet.train.metrics import MetricSums
 from quartet.train.objectives import PolicyObjective, SFTObjective
@@ -42,8 +42,8 @@ def _companion(engine: TrainEngine[Any], *, shared: bool = True, **values: Any) 
     return Companion(engine, heads, HeadTraining(optim=OPTIM, **values), seed=3)
 
 
-def _updates(batch: RaggedBatch, first: int = 0) -> list[Update]:
-    return [Update((0, 1, 2, 3, 4), _policy(), first), Update((5, 6, 3), _policy(), first + 1)]
+def _updates(batch: RaggedBatch, first: int = 0) -> list[UpdateSpec]:
+    return [UpdateSpec((0, 1, 2, 3, 4), _policy(), first), UpdateSpec((5, 6, 3), _policy(), first + 1)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
