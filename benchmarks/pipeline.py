@@ -6,7 +6,7 @@
 The share of a stage's time in which it does nothing, beside (stages - 1) / (micro-batches + stages - 1).
 
 *Speed.* An SFT update's gradients (fp32) of a Llama of 16 layers by two processes of one thread that have a stage each,
-and by the first of them alone with the whole model; the two take turns in one run, and the median turn counts. ForwardNeeds
+and by the first of them alone with the whole model; the two take turns in one run, and the median turn counts. Needs
 two idle cores: on a busy machine the processor time of the busiest rank says more, with the bubble by the formula.
 """
 
