@@ -33,6 +33,7 @@ FILES = (
     "tests/distributed/test_cluster_examples.py",
     "tests/distributed/test_sharded_training.py",
     "tests/distributed/test_sharded_failures.py",
+    "tests/distributed/test_pipeline_stages.py",
     "tests/distributed/test_split_evaluation.py",
     "tests/unit/train/test_sharded_models.py",
     "tests/e2e/test_bad_input.py",

@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -100,6 +100,7 @@ class Adapters:
     ) -> None:
         self.config = config
         self.layers = layers
+        self._drawn: list[tuple[AdaptedLayer | None, torch.Size]] = [(one, one.factors[0].shape) for one in layers]
         self._model = model
         self.take_up_parameters()
         self._target_names = target_names
@@ -200,11 +201,17 @@ class Adapters:
             write: of a sharded parameter and the values of the whole one.
         """
         generator = torch.Generator().manual_seed(seed)
-        for layer in self.layers:
-            a, b = layer.factors
-            bound = 1 / math.sqrt(a.shape[1])
-            write(a, (2 * torch.rand(a.shape, generator=generator) - 1) * bound)
-            b.zero_()
+        for layer, shape in self._drawn:
+            drawn = torch.rand(shape, generator=generator)
+            if layer is not None:
+                a, b = layer.factors
+                write(a, (2 * drawn - 1) * (1 / math.sqrt(shape[1])))
+                b.zero_()
+
+    def forget(self, gone: Collection[nn.Module]) -> None:
+        """Lets go of adapted layers that other ranks have from now on."""
+        self._drawn = [(None if layer and layer.adapted in gone else layer, shape) for layer, shape in self._drawn]
+        self.layers = [layer for layer, _ in self._drawn if layer is not None]
 
     @contextlib.contextmanager
     def stirred(self) -> Iterator[None]:

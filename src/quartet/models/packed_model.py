@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -62,6 +62,7 @@ class PackedModel:
         gather: how its tensors become whole, where several ranks hold them between them.
         parallel: the ranks that compute a pass between them (``train.parallel.context.ModelParallel``), where there are
             such.
+        stage: which of the layers are here (``train.parallel.pipeline.Stage``), where ranks have some of them each.
         computes_on: the device, where the parameters are kept elsewhere.
         work: what its passes computed.
 
@@ -98,6 +99,7 @@ class PackedModel:
         self.one_call: Callable[..., Any] = _plain_call
         self.gather = WHOLE
         self.parallel: Any = None
+        self.stage: Any = None
         self.work = WorkCounter()
 
     head: nn.Module
@@ -152,11 +154,16 @@ class PackedModel:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext, received: Tensor | None = None
+    ) -> Tensor:
         """Computes last hidden states ``[P, D]`` of packed tokens ``[P]``; the context decides who sees whom. Where
         ranks share rows out between them, those of this rank.
 
         An exact context gets more rows where these are too few for exact products.
+
+        Args:
+            received: ``[P, D]`` of the layers before those that are here.
 
         Raises:
             RuntimeError: the model was released, so its own attention would ignore the context.
@@ -168,6 +175,9 @@ class PackedModel:
         if isinstance(context, ExactContext):
             missing = self.num_rows(num_tokens) - num_tokens
             input_ids, position_ids = F.pad(input_ids, (0, missing)), F.pad(position_ids, (0, missing))
+            received = received if received is None else F.pad(received, (0, 0, 0, missing))
+        if self.stage is not None:
+            self.stage.received = received if received is None else received.unsqueeze(0)
         with self.autocast():
             output = self.body(
                 input_ids=input_ids.unsqueeze(0),
@@ -176,6 +186,8 @@ class PackedModel:
                 use_cache=False,
                 quartet_attention=context,
             )
+        if self.stage is not None:
+            self.stage.received = None  # or it would live as long as the model
         if not isinstance(getattr(output, "last_hidden_state", None), Tensor):
             raise TypeError(f"{type(self.body).__name__} gives no last_hidden_state, but a {type(output).__name__}")
         hidden: Tensor = output.last_hidden_state.squeeze(0)
@@ -228,6 +240,15 @@ class PackedModel:
         others = (m for m in self.model.modules() if type(m) not in (nn.Linear, Conv1D) or m is self._head_in_full)
         kept = {parameter for module in others for parameter in module.parameters(recurse=False)}
         return {p for module in linear for p in module.parameters(recurse=False)} - kept
+
+    def forget(self, gone: Collection[nn.Module]) -> None:
+        """Lets go of modules that other ranks have from now on. What it says of the whole model it goes on saying."""
+        _ = self.token_cost, self._row_step
+        self._checkpointed = [module for module in self._checkpointed if module not in gone]
+        self._fused = [module for module in self._fused if module not in gone]
+        self.disabled_dropout = [dropout for dropout in self.disabled_dropout if dropout.module not in gone]
+        if self.adapters is not None:
+            self.adapters.forget(gone)
 
     def unfuse(self) -> None:
         """Lets normalisation and rotary embedding run as the model has them from now on: a compiler sees

@@ -197,57 +197,88 @@ def forward_packed(
 ) -> ForwardOutputs:
     """Makes one packed forward pass over the whole of ``batch``, with gradients where they are enabled.
 
-    Outputs are on the model's device. What is selected is counted where ``batch`` lies: from the CPU no step of it
-    waits for a GPU.
+    Outputs are on the model's device.
     """
-    device = packed.device
-    parallel: ModelParallel = packed.parallel or ALONE
-    packed_batch = pack(batch, share=shares_prefixes(packed, share)).filled(parallel.num_ranks)
-    # Where something is read is known before the pass: within a sharded model's, nothing may fail on one rank alone.
-    predicted = own = last = None
-    if needs.logprobs or needs.values or needs.hidden:
-        predicted = packed_batch.predicted(batch.token[needs.mask])
-    if needs.scores:
-        last = packed_batch.last_rows()
-    if needs.step_scores:
-        own = packed_batch.own_rows(batch.token[needs.mask])
-    split = parallel.split(len(packed_batch.source), None if predicted is None else predicted[0])
-    packed.work.computed_tokens += packed.num_rows(split.num_own)
-    ids, positions = (
-        to_device_async(x[split.span], device) for x in (packed_batch.input_ids, packed_batch.position_ids)
-    )
-    attention = split.attention(packed_batch.attention(exact=packed.numerics == "exact"))
+    return PackedPass(packed, batch, needs, logprob_chunk, share=share).outputs()
 
-    def there(rows: Tensor, *columns: Tensor) -> tuple[Any, ...]:
-        return (split.read(rows, device), *(to_device_async(x, device) for x in columns))
 
-    predicted_there = None if predicted is None else there(*predicted)
-    last_there = None if last is None else split.read(last, device)
-    own_there = None if own is None else there(*own)
+class PackedPass:
+    """A packed forward pass over the whole of ``batch``, laid out and not computed yet.
 
-    def run() -> ForwardOutputs:
-        hidden = packed.hidden(ids, positions, attention)
+    What is selected is counted where ``batch`` lies: from the CPU no step of it waits for a GPU. And it is known before
+    the pass: within a sharded model's, nothing may fail on one rank alone.
+
+    Attributes:
+        num_rows: hidden rows that this rank computes.
+    """
+
+    def __init__(
+        self, packed: PackedModel, batch: RaggedBatch, needs: ForwardNeeds, logprob_chunk: int, *, share: bool = True
+    ) -> None:
+        device = packed.device
+        parallel: ModelParallel = packed.parallel or ALONE
+        packed_batch = pack(batch, share=shares_prefixes(packed, share)).filled(parallel.num_ranks)
+        predicted = own = last = None
+        if needs.logprobs or needs.values or needs.hidden:
+            predicted = packed_batch.predicted(batch.token[needs.mask])
+        if needs.scores:
+            last = packed_batch.last_rows()
+        if needs.step_scores:
+            own = packed_batch.own_rows(batch.token[needs.mask])
+        split = parallel.split(len(packed_batch.source), None if predicted is None else predicted[0])
+        self.num_rows = split.num_own
+        self._packed, self._needs, self._chunk, self._pack = packed, needs, logprob_chunk, packed_batch
+        ids, positions = (
+            to_device_async(x[split.span], device) for x in (packed_batch.input_ids, packed_batch.position_ids)
+        )
+        self._ids, self._positions = ids, positions
+        self._attention = split.attention(packed_batch.attention(exact=packed.numerics == "exact"))
+
+        def there(rows: Tensor, *columns: Tensor) -> tuple[Any, ...]:
+            return (split.read(rows, device), *(to_device_async(x, device) for x in columns))
+
+        self._predicted = None if predicted is None else there(*predicted)
+        self._last = None if last is None else split.read(last, device)
+        self._own = None if own is None else there(*own)
+
+    def outputs(self, received: Tensor | None = None) -> ForwardOutputs:
+        """Computes what is needed.
+
+        Args:
+            received: ``[num_rows, D]`` hidden states of the layers that other ranks have, in the last pipeline stage.
+        """
+        found: ForwardOutputs = self._packed.one_call(lambda: self._read(self._hidden(received)))
+        return found
+
+    def hidden(self, received: Tensor | None = None) -> Tensor:
+        """Computes ``[num_rows, D]`` for the next pipeline stage; the arguments are those of ``outputs``."""
+        found: Tensor = self._packed.one_call(lambda: self._hidden(received))
+        return found
+
+    def _hidden(self, received: Tensor | None) -> Tensor:
+        self._packed.work.computed_tokens += self._packed.num_rows(self.num_rows)
+        return self._packed.hidden(self._ids, self._positions, self._attention, received)
+
+    def _read(self, hidden: Tensor) -> ForwardOutputs:
+        packed, needs, scatter = self._packed, self._needs, self._pack.scatter
         logprobs = entropies = values = scores = step_scores = states = None
-        if predicted_there is not None:
-            read, labels, targets = predicted_there
+        if self._predicted is not None:
+            read, labels, targets = self._predicted
             if needs.logprobs:
-                found, entropy = _logprobs(packed, hidden, read, labels, needs, logprob_chunk)
-                logprobs = packed_batch.scatter(found, targets)
-                entropies = packed_batch.scatter(entropy, targets) if entropy is not None else None
+                found, entropy = _logprobs(packed, hidden, read, labels, needs, self._chunk)
+                logprobs = scatter(found, targets)
+                entropies = scatter(entropy, targets) if entropy is not None else None
             if needs.values:
-                values = packed_batch.scatter(_scalars(packed, hidden, read), targets)
+                values = scatter(_scalars(packed, hidden, read), targets)
             if needs.hidden:
-                states = packed_batch.scatter(read.join(read.own(hidden.detach()), by_tensor=True), targets)
-        if last_there is not None:
+                states = scatter(read.join(read.own(hidden.detach()), by_tensor=True), targets)
+        if self._last is not None:
             # No view: FSDP marks what a root returns.
-            scores = _scalars(packed, hidden, last_there).clone()
-        if own_there is not None:
-            read, targets = own_there
-            step_scores = packed_batch.scatter(_scalars(packed, hidden, read), targets)
+            scores = _scalars(packed, hidden, self._last).clone()
+        if self._own is not None:
+            read, targets = self._own
+            step_scores = scatter(_scalars(packed, hidden, read), targets)
         return ForwardOutputs(logprobs, entropies, values, scores, step_scores, states)
-
-    outputs: ForwardOutputs = packed.one_call(run)
-    return outputs
 
 
 def _logprobs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -221,6 +222,17 @@ def test_new_angles_are_noticed() -> None:
     for sin in draw():
         found, expected = rotary(q, q, cos, sin), modeling_llama.apply_rotary_pos_emb(q, q, cos, sin)
         torch.testing.assert_close(found, expected)
+
+
+def test_a_recomputation_finds_its_angles_again_after_other_passes() -> None:
+    """As with pipeline stages. A selective one may call no operation that the first computation did not."""
+    signed, (sin, other) = fused.SignedSin(), torch.randn(2, 1, 5, 8).unbind()
+    of_layer, of_other = signed(sin), signed(other)
+    assert signed(sin) is of_layer
+    assert signed(other) is of_other
+    kept = weakref.ref(of_layer)
+    del sin, of_layer
+    assert kept() is None
 
 
 class _MeanAbsolute(Qwen2RMSNorm):

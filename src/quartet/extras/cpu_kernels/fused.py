@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import copy
 import types
-import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 Forward = Callable[..., Any]
 """A module's forward, with the module as first argument."""
@@ -206,19 +206,21 @@ def _build_rotary(module: nn.Module) -> Forward | None:
 
 
 class SignedSin:
-    """``sin [..., Dh]`` with its first half negated, computed once for all layers of a pass."""
+    """``sin [..., Dh]`` with its first half negated, computed once for all layers of a pass.
+
+    And for all of its recomputations, whatever other passes were made meanwhile: they have to call the same operations.
+    """
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._known: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
 
     def __call__(self, sin: Tensor) -> Tensor:
-        last = self._last
-        if last is not None and last[0]() is sin and last[1] == sin._version:
-            return last[2]
-        half = sin.shape[-1] // 2
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-        if not sin.is_inference():
-            self._last = weakref.ref(sin), sin._version, signed
+        version, signed = self._known.get(sin, (-1, sin))
+        if sin.is_inference() or version != sin._version:
+            half = sin.shape[-1] // 2
+            signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+            if not sin.is_inference():
+                self._known[sin] = sin._version, signed
         return signed
 
 
