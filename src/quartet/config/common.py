@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -90,13 +91,16 @@ ALL_LINEAR = "all-linear"
 
 
 class ShardingConfig(StrictModel):
-    """How a role's processes hold its model: processes = copies × shard × context × tensor.
+    """How a role's processes hold its model: processes = copies × shard × pipeline × context × tensor.
 
-    Those of one ``context`` and ``tensor`` have the same part of every batch, and token budgets are theirs together.
+    Those that differ in the last three alone have the same part of every batch, and token budgets are theirs together.
     """
 
     shard: Processes = Field(
         1, ge=1, description="Processes with a share of every weight, which is gathered where it is used (FSDP)."
+    )
+    pipeline: Processes = Field(
+        1, ge=1, description="Processes with some neighbouring layers each, through which micro-batches pass (1F1B)."
     )
     context: Processes = Field(
         1, ge=1, description="Processes with a share of every micro-batch's tokens and of every weight; for long texts."
@@ -116,12 +120,12 @@ class ShardingConfig(StrictModel):
     @property
     def peers(self) -> dict[str, int]:
         """Along which axes processes work on one part of a batch together, and how many."""
-        return {"context": self.context, "tensor": self.tensor}
+        return {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
 
     @property
     def copy_size(self) -> int:
         """Processes that hold one copy of the model between them."""
-        return self.shard * self.context * self.tensor
+        return self.shard * math.prod(self.peers.values())
 
     def misfit(self, key: str, processes: int, *, compiles: bool = False) -> str | None:
         """Tells why ``processes`` cannot hold and compute a model that is cut so; None where they can.
@@ -136,9 +140,10 @@ class ShardingConfig(StrictModel):
                 f"{key}.shard to 2 or more, or leave cpu_offload out"
             )
         if compiles and self.copy_size > self.shard:
+            peers = " and ".join(f"{key}.{name} is {size}" for name, size in self.peers.items() if size > 1)
             return (
-                f"{key}.context is {self.context} and {key}.tensor {self.tensor}: layers exchange rows within, which "
-                "torch.compile cannot follow; leave train.compile out, or use shard alone"
+                f"{peers}: processes exchange rows within a pass, which torch.compile cannot follow; leave "
+                "train.compile out, or use shard alone"
             )
         if processes % self.copy_size == 0:
             return None

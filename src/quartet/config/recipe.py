@@ -438,10 +438,10 @@ def _shardings(recipe: RLRecipe) -> Iterator[str]:
         processes, compiles = num_processes_of(recipe.placement, role), compiled.get(role, False)
         if (reason := sharding.misfit(key, processes, compiles=compiles)) is not None:
             yield reason
-        elif recipe.numerics == "exact" and sharding.copy_size > sharding.shard:
+        elif recipe.numerics == "exact" and sharding.context * sharding.tensor > 1:
             yield (
                 f"numerics: exact needs every sum in one process, in the order of the engine's: {key}.context and "
-                f"{key}.tensor cut sums of a layer over processes; use {key}.shard alone"
+                f"{key}.tensor cut sums of a layer over processes; use {key}.shard or {key}.pipeline"
             )
         elif sharding.tensor > 1 and recipe.rollout.sampling.truncated_logprobs and role in ("actor", "reference"):
             yield (

@@ -10,6 +10,7 @@ the call to what computes. Its ``dispatch`` mark says how the call is spread ove
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -236,7 +237,7 @@ class _Modes:
         self._marks = dispatched_methods(worker_class)
         sharding = sharding if sharding is not None else ShardingConfig()
         self._copy_size = sharding.copy_size
-        self.layout = RankLayout(world_size, sharding.context * sharding.tensor)
+        self.layout = RankLayout(world_size, math.prod(sharding.peers.values()))
 
     def of(self, name: str) -> DispatchMode:
         mode = self._marks[name].mode if name in self._marks else BROADCAST

@@ -106,11 +106,11 @@ class MedusaSpeculation(BaseSpeculationConfig):
         sharding, runs_vllm = recipe.actor.sharding, isinstance(recipe.rollout.engine, VLLMEngineConfig)
         if runs_vllm and self.tree is not None:
             yield "rollout.speculation.tree is the native engine's; vLLM drafts chains: set depth"
-        if self.learns and max(sharding.context, sharding.tensor) > 1:
+        if self.learns and sharding.copy_size > sharding.shard:
             yield (
                 "rollout.speculation.train learns from hidden states that one process has as a whole, but "
-                f"actor.sharding cuts them (context {sharding.context}, tensor {sharding.tensor}): leave train out, or "
-                "shard by processes alone"
+                f"actor.sharding cuts them ({', '.join(f'{key} {n}' for key, n in sharding.peers.items())}): leave "
+                "train out, or use actor.sharding.shard alone"
             )
         if self.learns and runs_vllm and recipe.actor.train.lora is not None:
             yield (

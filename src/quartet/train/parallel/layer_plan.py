@@ -15,24 +15,27 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quartet.config import UserError
 from quartet.models.packed_model import PackedCausalLM, PackedModel, decoder_layers
+from quartet.train.parallel.pipeline import ModelParts
 
 COLUMN, GATHERED_COLUMN, ROW, SPLIT_ROW = "colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"
 WHOLE = "replicated_with_grad_allreduce"
 _EXAMPLE = "{'layers.*.self_attn.q_proj': 'colwise', …, 'layers.*.mlp.down_proj': 'rowwise'}"
 
 
-def check_cut(packed: PackedModel, *, context: int, tensor: int) -> None:
+def check_cut(packed: PackedModel, *, pipeline: int = 1, context: int, tensor: int) -> None:
     """
     Raises:
-        UserError: the model cannot be computed by ``context × tensor`` ranks together, and what can be done.
+        UserError: the model cannot be computed by ``pipeline × context × tensor`` ranks together, and what can be done.
     """
+    if pipeline > 1:
+        ModelParts.of(packed).split(pipeline)
     if context * tensor == 1:
         return
     if packed.numerics == "exact":
         raise UserError(
             "numerics: exact needs every sum in one process, in the order of the engine's",
             found=f"sharding.tensor {tensor} × sharding.context {context}, which cut sums of a layer",
-            remedy="use sharding.shard alone, or numerics: fast",
+            remedy="use sharding.shard or sharding.pipeline, or numerics: fast",
         )
     config, kind = packed.model.config.get_text_config(), type(packed.model).__name__
     heads, ranks = int(config.num_attention_heads), tensor * context
