@@ -175,9 +175,10 @@ def computed(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, An
     named = {name: p for name, p in packed.model.named_parameters() if p.grad is not None}
     if pipeline is not None and stage is not None:
         pipeline.sum_tied([named[name].grad for name in stage.tied if name in named])
-    sent, weights = packed.work.sent["pipeline"], packed.model.named_parameters()
+    sent, weights = packed.work.sent["pipeline"], packed.complete_trained().items()
     if pipeline is not None:
-        weights = pipeline.whole_tensors(weights, Tensor.detach, is_first=True)
+        own = dict(packed.model.named_parameters())
+        weights = [(name, pipeline.bring(tensor, own.get(name), is_first=True)) for name, tensor in weights]
     counted = [p.grad for name, p in named.items() if stage is None or stage.counts(name)]
     return {
         "outputs": found["outputs"],

@@ -437,14 +437,22 @@ class GatherFunctions:
 
     Args:
         is_first: this rank is the one that gets them.
-        whole: the whole tensor on that rank, None on all others, which have to call it as well, in the same order.
+        whole: ``(*parts, join=…, everywhere=False)`` gives what ``join`` makes of the whole parts on that rank, or on
+            every one, and None on all others, which have to call it as well, in the same order.
     """
 
     is_first: bool
-    whole: Callable[[Tensor], Tensor | None]
+    whole: Callable[..., Tensor | None]
 
 
-WHOLE = GatherFunctions(is_first=True, whole=lambda tensor: tensor)
+Join = Callable[..., Tensor]
+
+
+def first_of(tensor: Tensor, *_: Tensor) -> Tensor:
+    return tensor
+
+
+WHOLE = GatherFunctions(is_first=True, whole=lambda *parts, join=first_of, everywhere=False: join(*parts))
 """Of a model that this process has as a whole."""
 
 
@@ -494,7 +502,7 @@ def save_gathered(packed: PackedModel, path: Path, gather: GatherFunctions, *, n
     """
     model, twin = packed.model, meta_twin(packed.model)
     with packed.without_adapters():
-        state = model.state_dict(keep_vars=True)
+        state = packed.complete_state(model.state_dict(keep_vars=True))
         embedding = model.get_input_embeddings().weight
         new_rows = {name: num_new_rows if tensor is embedding else 0 for name, tensor in state.items()}
         outline = {
@@ -510,8 +518,7 @@ def save_gathered(packed: PackedModel, path: Path, gather: GatherFunctions, *, n
         def read(name: str) -> Tensor | None:
             tensor = state[name]
             if (layer := merged.get(id(tensor))) is not None:
-                parts = [part for part in map(gather.whole, layer.sources) if part is not None]
-                return layer.merge(*parts) if parts else None
+                return gather.whole(*layer.sources, join=layer.merge)
             whole = gather.whole(tensor)
             if whole is None or not new_rows[name]:
                 return whole

@@ -93,6 +93,7 @@ class Adapters:
         layers: the adapted layers, in the model's order.
         trained: the parameters that learn, by their name in the model: the factors, and a scalar head in full.
         digest: the SHA-256 of named tensors; replaced where they are sharded.
+        stage: as of the packed model.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Adapters:
         self.digest: Callable[[Iterable[tuple[str, Tensor]]], str] = named_tensors_digest
         self._is_in = True
         self._is_folded = False
+        self.stage: Any = None
 
     @property
     def heads(self) -> list[str]:
@@ -124,6 +126,11 @@ class Adapters:
             f"LoRA of rank {self.config.rank} on {len(self.layers)} linear layers{head}: "
             f"{num_trained:,} of {num_all:,} parameters are trained"
         )
+
+    @property
+    def all_trained(self) -> Mapping[str, Tensor]:
+        """``trained`` with what other pipeline stages have."""
+        return self.trained if self.stage is None else self.stage.complete(self.stage.trained, self.trained)
 
     def take_up_parameters(self) -> None:
         """Sets ``trained`` anew, after other code has put other parameters into the model."""
@@ -236,12 +243,15 @@ class Adapters:
     @cached_property
     def base_digest(self) -> str:
         """SHA-256 of every weight that is not trained, under its name in the model without adapters."""
-        seen = {id(parameter) for parameter in self.trained.values()}
+        seen = {id(parameter) for parameter in self.all_trained.values()}
         named = []
         with self.out():
-            for name, tensor in sorted(self._model.state_dict(keep_vars=True).items()):
+            state: Mapping[str, Tensor] = self._model.state_dict(keep_vars=True)
+            if self.stage is not None:
+                state = self.stage.complete(self.stage.state, state)
+            for name, tensor in sorted(state.items()):
                 if id(tensor) not in seen:
-                    named.append((name, tensor.detach()))
+                    named.append((name, tensor))
                 seen.add(id(tensor))
             return self.digest(named)
 
@@ -288,8 +298,8 @@ class Adapters:
                 inference_mode=True,
             )
             config.save_pretrained(path)
-        names = {name: name.replace(f".{_ADAPTER}.weight", ".weight") for name in self.trained}
-        named = {f"base_model.model.{names[name]}": parameter for name, parameter in self.trained.items()}
+        names = {name: name.replace(f".{_ADAPTER}.weight", ".weight") for name in self.all_trained}
+        named = {f"base_model.model.{names[name]}": parameter for name, parameter in self.all_trained.items()}
         save_tensors(path / "adapter_model.safetensors", named, gather)
 
 

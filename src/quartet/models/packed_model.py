@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -249,6 +249,17 @@ class PackedModel:
         self.disabled_dropout = [dropout for dropout in self.disabled_dropout if dropout.module not in gone]
         if self.adapters is not None:
             self.adapters.forget(gone)
+
+    def complete_state(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns the model's state without adapters, ``own`` of which is here, with what other stages have of it."""
+        return own if self.stage is None else self.stage.complete(self.stage.state, own)
+
+    def complete_trained(self) -> Mapping[str, Tensor]:
+        """Returns what trains (with adapters those), with what other stages have of it."""
+        if self.adapters is not None:
+            return self.adapters.all_trained
+        own = dict(self.model.named_parameters())
+        return own if self.stage is None else self.stage.complete(self.stage.trained, own)
 
     def unfuse(self) -> None:
         """Lets normalisation and rotary embedding run as the model has them from now on: a compiler sees

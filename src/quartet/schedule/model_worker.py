@@ -59,8 +59,9 @@ from quartet.train.offload import (
     OffloadStore,
     PinnedMemoryStore,
 )
+from quartet.train.parallel.data import sharded
 from quartet.train.parallel.tensors import local, write_part
-from quartet.train.state import REST, Shape, check_state_fits, model_tensors, tensor_shapes
+from quartet.train.state import REST, Shape, check_state_fits, model_tensors, saved_here, tensor_shapes
 from quartet.train.token_budget import TokenBudget
 
 _PARTS_OF: dict[LeaseMode, tuple[OffloadPart, ...]] = {"forward": ("params",), "generate": ("params",), "train": PARTS}
@@ -166,7 +167,13 @@ class Checkpointed(ABC):
         self.check_sees(directory.parent)
         if self._writer is None:
             self._writer = ShareWriter()
-        self._writer.begin(directory, self.checkpoint_state(), background=background, rank=rank)
+        self._writer.begin(directory, self._own_share(self.checkpoint_state(), rank), background=background, rank=rank)
+
+    def _own_share(self, state: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Returns what this rank writes of the state."""
+        packed: PackedModel | None = getattr(self, "packed", None)
+        root = sharded(packed) if packed is not None else None
+        return root.written(state) if root is not None else state if rank == 0 else {}
 
     @dispatch(CustomDispatch(same_for_all, _all_files))
     def finish_checkpoint(self, directory: Path) -> dict[str, FileDigest] | None:
@@ -302,7 +309,7 @@ class ModelWorker(Checkpointed, Offloadable):
     def weights(self) -> dict[str, Tensor]:
         """Returns the model's whole state, with its adapters merged, as copies in the first process of a copy."""
         with self.present(), self.packed.with_merged_adapters():
-            whole, state = self.packed.gather.whole, self.packed.model.state_dict()
+            whole, state = self.packed.gather.whole, self.packed.complete_state(self.packed.model.state_dict())
             return {name: found.clone() for name, tensor in state.items() if (found := whole(tensor)) is not None}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -354,9 +361,8 @@ class ScoreWorker(ModelWorker):
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
         with self.present():
             live = model_tensors(self.packed.model.state_dict())
-            check_state_fits(
-                tensor_shapes(live), saved, "give the model that the run began with, or choose another output_dir"
-            )
+            remedy = "give the model that the run began with, or choose another output_dir"
+            check_state_fits(tensor_shapes(live), saved_here(saved, self.packed), remedy)
             yield live
 
     def _offload(self, store: OffloadStore) -> Offload:

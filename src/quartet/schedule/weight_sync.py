@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -70,7 +70,8 @@ class WeightSenderMixin:
         everywhere = self.sends_everywhere
         packed = self.engine.packed
         device, rank = packed.device, 0 if everywhere or packed.gather.is_first else 1
-        return WeightSender(self.sent_weights, device=device, rank=rank, everywhere=everywhere)
+        whole = partial(packed.gather.whole, everywhere=everywhere)
+        return WeightSender(self.sent_weights, device=device, rank=rank, whole=whole)
 
     def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Returns the weights, named as engines take them."""

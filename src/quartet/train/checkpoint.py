@@ -48,7 +48,7 @@ from quartet.config import UserError
 from quartet.config.errors import read_error, write_error
 from quartet.observe.files import FileDigest, digest_file, digested_file, fsync_directory, seal_json, unseal_json
 from quartet.observe.memory import copy_fits
-from quartet.train.parallel.tensors import is_first_holder, local, local_slices
+from quartet.train.parallel.tensors import local, local_slices
 from quartet.train.state import REST, Shape, copy_to_host, naming_state_errors, state_bytes
 
 NAME, METADATA = "manifest.json", ".metadata"
@@ -426,7 +426,6 @@ class ShareWriter:
         if self._written is not None:
             wait([self._written])
         self._directory, self._written = directory, None
-        state = rank_share(state, rank)
         # The ranks of one machine make their copies at the same time.
         num_copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if not (background and copy_fits(num_copies * state_bytes(state))):
@@ -453,11 +452,6 @@ class ShareWriter:
         return self._written.result() if self._written.done() else None
 
 
-def rank_share(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Returns what ``rank`` writes: of sharded tensors what it is the first to hold, and rank 0 everything else."""
-    return {n: v for n, v in state.items() if is_first_holder(v, rank)}
-
-
 def _write(directory: Path, state: Mapping[str, Any], rank: int) -> dict[str, FileDigest]:
     try:
         return write_share(directory, state, rank)
@@ -469,7 +463,7 @@ def write_share(directory: Path, state: Mapping[str, Any], rank: int = 0) -> dic
     """Writes one rank's files of a share, synced; tensors go from where they are to the disk one by one.
 
     Args:
-        state: as ``rank_share`` gives it.
+        state: what this rank writes.
 
     Returns:
         Digests by the files' names in ``directory``, made while they were written.

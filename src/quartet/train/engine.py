@@ -29,26 +29,27 @@ from quartet.models.packed_model import CompiledLayers, PackedModel
 from quartet.train.forward import (
     ForwardNeeds,
     ForwardOutputs,
+    PackedPass,
     count_useful_work,
     forward_only,
-    forward_packed,
     idle_batch,
     shares_prefixes,
 )
 from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Offload, OffloadPart, OffloadStore
-from quartet.train.parallel.data import shard_model
+from quartet.train.parallel.data import shard_model, sharded
 from quartet.train.parallel.exchange import RankExchange
 from quartet.train.parallel.mesh import Mesh
-from quartet.train.parallel.tensors import local
+from quartet.train.parallel.pipeline import make_passes
+from quartet.train.parallel.tensors import OPTIMIZER, local
 from quartet.train.state import (
-    OPTIMIZER,
     REST,
     Shape,
     check_state_fits,
     make_optimizer_tensors,
     model_tensors,
     optimizer_tensors,
+    saved_here,
     tensor_shapes,
 )
 from quartet.train.token_budget import TokenBudget
@@ -316,35 +317,18 @@ class TrainEngine(Generic[Model]):
         # An attempt that failed may have left gradients behind.
         self.optimizer.zero_grad(set_to_none=True)
         sums = MetricSums()
-        passes = [
-            partial(self._backward_part, term, indices, of_batch, sums)
+        micro_batches = [
+            partial(_LossPass, self.packed, self.config, term, indices, of_batch, sums)
             for term, parts, of_batch in zip(terms, plans, denominators, strict=True)
             for indices in parts
         ]
-        if self._root is not None:
-            self._root.make_passes(passes)
-        else:
-            for one_pass in passes:
-                one_pass()
-        return sums
-
-    def _backward_part(self, term: LossTerm, indices: Sequence[int], denominators: Any, sums: MetricSums) -> None:
-        """Computes the gradients of one micro-batch; apart, so that nothing of one lives on in the next. An empty one,
-        beside other ranks' sequences, weighs nothing.
-        """
-        config, objective = self.config, term.objective
-        batch = term.batch.select(indices) if indices else idle_batch(objective.needs)
         # The backward within, too: with activation checkpointing it computes layers again.
         with self._compiled():
-            outputs = forward_packed(
-                self.packed, batch, objective.needs, config.logprob_chunk, share=config.share_prefixes
-            )
-            if indices:
-                loss = objective.loss(outputs, batch.to(self.packed.device), denominators, sums) * term.weight
-            if not indices or (self._root is not None and not loss.requires_grad):
-                loss = outputs.nothing()
-            if loss.requires_grad:
-                loss.backward()
+            if self._root is not None:
+                self._root.make_passes(micro_batches, gradients=True)
+            else:
+                make_passes(micro_batches, gradients=True)
+        return sums
 
     @torch.no_grad()
     def flip_bits(self) -> None:
@@ -387,6 +371,7 @@ class TrainEngine(Generic[Model]):
         adapters = self.packed.adapters
         if adapters is not None:
             adapters.check_base(rest)
+        saved = saved_here(saved, self.packed)
         remedy = "give the model that the run began with, with the same adapters if any, or choose another output_dir"
         check_state_fits(
             tensor_shapes(self._model_tensors()),
@@ -418,9 +403,9 @@ class TrainEngine(Generic[Model]):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields named parameters, detached, for a rollout engine that keeps its own copy; with adapters only those.
 
-        What is offloaded comes from host memory.
+        What is offloaded comes from host memory; what other stages have is on the meta device.
         """
-        return ((name, parameter.detach()) for name, parameter in self.trained.items())
+        return ((n, p.detach() if n in self.trained else p) for n, p in self.packed.complete_trained().items())
 
     # Room on the device ----------------------------------------------------------------------------------
 
@@ -434,6 +419,42 @@ class TrainEngine(Generic[Model]):
     def _require(self, *parts: OffloadPart) -> None:
         if self._offload is not None:
             self._offload.require(parts)
+
+
+class _LossPass:
+    """One micro-batch of a loss. An empty one, beside other ranks' sequences, weighs nothing.
+
+    Attributes:
+        num_rows: hidden rows that this rank computes.
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        config: TrainConfig,
+        term: LossTerm,
+        indices: Sequence[int],
+        denominators: Any,
+        sums: MetricSums,
+    ) -> None:
+        self._packed, self._term, self._denominators, self._sums = packed, term, denominators, sums
+        needs, self._is_idle = term.objective.needs, not indices
+        self._batch = term.batch.select(indices) if indices else idle_batch(needs)
+        self._pass = PackedPass(packed, self._batch, needs, config.logprob_chunk, share=config.share_prefixes)
+        self.num_rows = self._pass.num_rows
+
+    def forward(self, received: Tensor | None) -> Tensor:
+        """Computes the loss, or what the next pipeline stage needs for it."""
+        packed, term = self._packed, self._term
+        if packed.stage is not None and not packed.stage.is_last:
+            return self._pass.hidden(received)
+        outputs = self._pass.outputs(received)
+        if self._is_idle:
+            return outputs.nothing()
+        batch = self._batch.to(packed.device)
+        loss = term.objective.loss(outputs, batch, self._denominators, self._sums) * term.weight
+        # Where nothing of it has a gradient, the other ranks still wait for this one in the backward.
+        return outputs.nothing() if not loss.requires_grad and sharded(packed) is not None else loss
 
 
 def _on(device: torch.device, denominators: Any) -> Any:

@@ -21,6 +21,7 @@ from quartet.models.work import attended_pairs
 from quartet.train.parallel.context import ALONE, ModelParallel, RowRead
 from quartet.train.parallel.data import sharded
 from quartet.train.parallel.exchange import RankExchange
+from quartet.train.parallel.pipeline import make_passes
 from quartet.train.token_budget import TokenBudget
 
 
@@ -140,16 +141,15 @@ def _columns(
     num_passes = len(parts) if exchange is None else exchange.most_passes(len(parts))
     if root is not None:
         num_passes = max(num_passes, 1)  # the columns of an empty batch
-    passes = [
-        partial(_add_part, found, packed, batch, indices, needs, logprob_chunk, share)
+    micro_batches = [
+        partial(_ColumnPass, found, packed, batch, indices, needs, logprob_chunk, share)
         for indices in [*parts, *[[]] * (num_passes - len(parts))]
     ]
-    if root is not None:
-        root.make_passes(passes)
-    else:
-        for one_pass in passes:
-            one_pass()
-    return found
+    if root is None:
+        make_passes(micro_batches, gradients=False)
+        return found
+    root.make_passes(micro_batches, gradients=False)
+    return root.from_last_stage(found)
 
 
 def _exchange(packed: PackedModel) -> RankExchange | None:
@@ -158,27 +158,44 @@ def _exchange(packed: PackedModel) -> RankExchange | None:
     return None if root is None or root.mesh.copy.size == 1 else RankExchange(root, root.mesh.copy)
 
 
-def _add_part(
-    found: Columns,
-    packed: PackedModel,
-    batch: RaggedBatch,
-    indices: Sequence[int],
-    needs: ForwardNeeds,
-    logprob_chunk: int,
-    share: bool,
-) -> None:
-    """Computes one micro-batch; apart, so that nothing of one lives on in the next. An empty one adds nothing."""
-    part = batch.select(indices) if indices else idle_batch(needs)
-    outputs = forward_packed(packed, part, needs, logprob_chunk, share=share)
-    home = to_device_async(leaf_rows(batch, indices), packed.device)
-    here = to_device_async(leaf_rows(part, range(len(indices))), packed.device)
-    token, sequence = found
-    for name, values in outputs.fields().items():
-        if name == "scores":
-            target = sequence.setdefault(name, values.new_zeros(len(batch)))
-            target[to_device_async(torch.tensor(indices, dtype=torch.long), packed.device)] = values[: len(indices)]
-        else:
-            token.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[home] = values[here]
+class _ColumnPass:
+    """One micro-batch, whose columns go into those of the whole batch. An empty one adds nothing.
+
+    Attributes:
+        num_rows: hidden rows that this rank computes.
+    """
+
+    def __init__(
+        self,
+        found: Columns,
+        packed: PackedModel,
+        batch: RaggedBatch,
+        indices: Sequence[int],
+        needs: ForwardNeeds,
+        logprob_chunk: int,
+        share: bool,
+    ) -> None:
+        self._found, self._packed, self._batch, self._indices = found, packed, batch, indices
+        self._part = batch.select(indices) if indices else idle_batch(needs)
+        self._pass = PackedPass(packed, self._part, needs, logprob_chunk, share=share)
+        self.num_rows = self._pass.num_rows
+
+    def forward(self, received: Tensor | None) -> Tensor:
+        """Computes the columns, or what the next pipeline stage needs for them."""
+        packed, batch, indices = self._packed, self._batch, self._indices
+        if packed.stage is not None and not packed.stage.is_last:
+            return self._pass.hidden(received)
+        outputs = self._pass.outputs(received)
+        home = to_device_async(leaf_rows(batch, indices), packed.device)
+        here = to_device_async(leaf_rows(self._part, range(len(indices))), packed.device)
+        token, sequence = self._found
+        for name, values in outputs.fields().items():
+            if name == "scores":
+                target = sequence.setdefault(name, values.new_zeros(len(batch)))
+                target[to_device_async(torch.tensor(indices, dtype=torch.long), packed.device)] = values[: len(indices)]
+            else:
+                token.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[home] = values[here]
+        return home
 
 
 def idle_batch(needs: ForwardNeeds) -> RaggedBatch:
@@ -256,7 +273,9 @@ class PackedPass:
         return found
 
     def _hidden(self, received: Tensor | None) -> Tensor:
-        self._packed.work.computed_tokens += self._packed.num_rows(self.num_rows)
+        stage = self._packed.stage
+        if stage is None or stage.is_last:  # every stage has the same rows
+            self._packed.work.computed_tokens += self._packed.num_rows(self.num_rows)
         return self._packed.hidden(self._ids, self._positions, self._attention, received)
 
     def _read(self, hidden: Tensor) -> ForwardOutputs:

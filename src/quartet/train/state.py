@@ -22,9 +22,10 @@ from torch import Tensor
 
 from quartet.config import UserError
 from quartet.models.memory import storage_bytes, view_like
-from quartet.train.parallel.tensors import local, with_local
+from quartet.models.packed_model import PackedModel
+from quartet.train.parallel.tensors import MODEL, OPTIMIZER, local, parameter_name, with_local
 
-REST, MODEL, OPTIMIZER = "rest", "model.", "optimizer.state."
+REST = "rest"
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -105,6 +106,12 @@ def check_state_fits(live: Mapping[str, Shape], saved: Mapping[str, Shape], reme
             f"{_said(live.get(name))} now",
             remedy=remedy,
         )
+
+
+def saved_here(saved: Mapping[str, Shape], packed: PackedModel) -> dict[str, Shape]:
+    """Returns what a rank reads of a saved state: all but what other stages have."""
+    gone = packed.stage.gone if packed.stage is not None else set()
+    return {name: shape for name, shape in saved.items() if parameter_name(name) not in gone}
 
 
 def _said(shape: Shape | None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -335,7 +334,7 @@ class NamedSource:
     Args:
         named: gives ``(name, tensor)`` anew for every sync, ``model.named_parameters`` say; DTensors are gathered.
         like: the dtype of each tensor by its name, where they differ (``TensorSink.dtypes`` of an engine).
-        everywhere: every rank that holds a part gets the tensors, not only the first.
+        whole: makes a tensor whole, on the first rank or on all.
     """
 
     def __init__(
@@ -343,9 +342,9 @@ class NamedSource:
         named: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
         like: Mapping[str, torch.dtype] | None = None,
-        everywhere: bool = False,
+        whole: Callable[[Tensor], Tensor | None] = gather,
     ) -> None:
-        self._gather = partial(gather, everywhere=everywhere)
+        self._whole = whole
         self._named = named
         self._like = dict(like or {})
 
@@ -360,7 +359,7 @@ class NamedSource:
         Collective where the weights are sharded: all ranks go through them to the end, and the first one gets them.
         """
         for name, tensor in self._named():
-            whole = self._gather(tensor)
+            whole = self._whole(tensor)
             if whole is not None:
                 yield whole.to(dtype=self._like.get(name)).contiguous()
 

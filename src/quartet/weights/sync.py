@@ -54,7 +54,7 @@ from quartet.weights.shared_memory import (
     SyncProgress,
     machine_id,
 )
-from quartet.weights.sink import NamedSource, TensorSink, sync_in_process
+from quartet.weights.sink import NamedSource, TensorSink, gather, sync_in_process
 
 NUM_BUFFERS = 2
 NUM_IN_MEMORY = 8
@@ -487,7 +487,8 @@ class WeightSender:
         named: gives ``(name, tensor)`` anew for every sync: what the trainer has.
         device: where it computes.
         rank: the trainer's own.
-        everywhere: every rank of a sharded trainer is rank 0 of a sync of its own, all of them at once.
+        whole: as of ``NamedSource``. Where it gives tensors to every rank of a sharded trainer, each is rank 0 of a
+            sync of its own, all of them at once.
     """
 
     def __init__(
@@ -496,9 +497,9 @@ class WeightSender:
         *,
         device: torch.device,
         rank: int = 0,
-        everywhere: bool = False,
+        whole: Callable[[Tensor], Tensor | None] = gather,
     ) -> None:
-        self._source_like = partial(NamedSource, named, everywhere=everywhere)
+        self._source_like = partial(NamedSource, named, whole=whole)
         self.source = self._source_like()
         self._device, self._rank = device, rank
         self._transport: Transport | None = None

@@ -18,23 +18,26 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from quartet.cluster.errors import raising_rank_failed
-from quartet.models.directories import GatherFunctions
+from quartet.models.directories import GatherFunctions, Join, first_of
 from quartet.models.packed_model import PackedModel, decoder_layers
 from quartet.train.parallel.context import ModelParallel
-from quartet.train.parallel.layer_plan import check_cut
-from quartet.train.parallel.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, Mesh
+from quartet.train.parallel.layer_plan import check_cut, layer_styles
+from quartet.train.parallel.mesh import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Mesh
 from quartet.train.parallel.messages import AllGather, PassGroup, ReduceScatter
+from quartet.train.parallel.pipeline import Elsewhere, MicroBatch, Pipeline, Stage, make_passes
 from quartet.train.parallel.tensor import apply_tensor_parallel
-from quartet.train.parallel.tensors import is_whole_on_tensor_ranks, local
+from quartet.train.parallel.tensors import is_first_holder, is_whole_on_tensor_ranks, local, parameter_name
 from quartet.weights.sink import gather
 
 T = TypeVar("T")
@@ -56,6 +59,7 @@ class ShardedModel(nn.Module):
         groups: along the dimensions of the mesh in which there are several ranks.
         former_weights: a fingerprint of the whole weights, where this rank had them before they were shared out.
         stays_on_host: of its parameters, gradients and the optimizer.
+        pipeline: with the other stages, where the model is cut into several.
 
     Attributes:
         mesh: of the role.
@@ -69,12 +73,15 @@ class ShardedModel(nn.Module):
         *,
         former_weights: str | None,
         stays_on_host: bool,
+        pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__()
         self.model = packed.model
         self.mesh = mesh
         self.former_weights = former_weights
         self.stays_on_host = stays_on_host
+        self.stage: Stage | None = packed.stage
+        self.pipeline = pipeline
         self._groups = groups
 
     @property
@@ -85,16 +92,25 @@ class ShardedModel(nn.Module):
     def forward(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args)
 
-    def make_passes(self, passes: Sequence[Callable[[], None]]) -> None:
-        """Makes ``passes``, equally many on all ranks of a copy.
+    def make_passes(self, micro_batches: Sequence[Callable[[], MicroBatch]], *, gradients: bool) -> None:
+        """Makes the passes of micro-batches, equally many on all ranks of a copy.
 
         Raises:
             RankFailed: a rank that takes part in them failed.
         """
         with raising_rank_failed(self.mesh.copy.size):
-            for one_pass in passes:
-                one_pass()
+            if self.pipeline is not None:
+                self.pipeline.make_passes(micro_batches, gradients=gradients)
+            else:
+                make_passes(micro_batches, gradients=gradients)
             self.free_gathered()
+
+    def from_last_stage(self, value: T) -> T:
+        """Returns what the last stage has. Collective over the stages; raises as ``make_passes``."""
+        if self.pipeline is None:
+            return value
+        with raising_rank_failed(self.mesh.copy.size):
+            return self.pipeline.from_last(value)
 
     def free_gathered(self) -> None:
         """Gives up what is still gathered. No collective."""
@@ -103,7 +119,8 @@ class ShardedModel(nn.Module):
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sums the gradients, which the same parameters have on all ranks, over copies and tensor ranks. Collective.
+        """Sums the gradients, which the same parameters have on all ranks, over copies and tensor ranks, and those of
+        tied ones over the two stages that have them. Collective.
 
         Raises:
             RankFailed: a rank that this one sums with failed.
@@ -118,6 +135,32 @@ class ShardedModel(nn.Module):
                 # Each rank has those of its rows or heads of what is not cut.
                 alike = [local(p.grad) for p in trained if is_whole_on_tensor_ranks(p)]
                 _sum_up(alike, tensor, device_type, in_order=True)
+            if self.pipeline is not None and self.stage is not None:
+                tied = map(self.model.get_parameter, self.stage.tied)
+                self.pipeline.sum_tied([local(p.grad) for p in tied if p.grad is not None])
+
+    @property
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """Parameters whose gradients another stage has, too, and counts."""
+        stage = self.stage
+        return [p for n, p in self.model.named_parameters() if stage is not None and not stage.counts(n)]
+
+    def written(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what this rank writes of a training state: of its tensors what it is the first to hold, and the first
+        rank everything else.
+        """
+        mesh, found = self.mesh, {}
+        for name, value in state.items():
+            parameter = parameter_name(name)
+            if parameter is None:
+                own = mesh.data.rank == 0
+            elif isinstance(value, DTensor):
+                own = mesh.data.rank < mesh.copy.size and is_first_holder(value)
+            else:
+                own = mesh.is_first_of_stage
+            if own and (self.stage is None or parameter is None or self.stage.counts(parameter)):
+                found[name] = value
+        return found
 
 
 def _sum_up(gradients: Iterable[Tensor], ranks: PassGroup, device_type: str, *, in_order: bool) -> None:
@@ -165,7 +208,7 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     found = sharded(packed)
     if found is not None:
         return found
-    check_cut(packed, context=mesh.context, tensor=mesh.tensor)
+    check_cut(packed, pipeline=mesh.pipeline, context=mesh.context, tensor=mesh.tensor)
     in_halves = packed.precision == "bf16" and any(p.requires_grad for p in packed.model.parameters())
     rounds = in_halves and packed.adapters is None
     if in_halves and not rounds:
@@ -173,21 +216,37 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     whole_weights = list(packed.model.parameters())
     former = None if any(p.is_meta for p in whole_weights) else fingerprint(whole_weights)
     del whole_weights
-    groups = {name: PassGroup(group, packed.work) for name, group in mesh.groups.items()}
+    groups = {name: PassGroup(group, packed.work) for name, group in mesh.groups.items() if name != PIPELINE}
     tensor, context = groups.get(TENSOR), groups.get(CONTEXT)
+    styles, pipeline = layer_styles(packed) if tensor is not None else {}, None
+    if mesh.pipeline > 1:
+        stage = Stage.cut(packed, mesh.stage, mesh.pipeline)
+        pipeline = Pipeline(packed, stage, mesh.groups[PIPELINE])
     if tensor is not None or context is not None:
         packed.parallel = ModelParallel.of(packed, tensor=tensor, context=context)
     if tensor is not None:
-        apply_tensor_parallel(packed, mesh.device_mesh[TENSOR], tensor)
-    root = ShardedModel(packed, mesh, groups, former_weights=former, stays_on_host=on_host)
+        apply_tensor_parallel(packed, mesh.device_mesh[TENSOR], tensor, styles)
+    root = ShardedModel(packed, mesh, groups, former_weights=former, stays_on_host=on_host, pipeline=pipeline)
     if mesh.num_parts > 1 or on_host or rounds:
         _share_out(packed, root, rounds=rounds)
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()
     packed.one_call = root
-    whole = gather if mesh.data.rank < mesh.copy.size else lambda tensor: None
-    packed.gather = GatherFunctions(is_first=mesh.data.rank == 0, whole=whole)
+    packed.gather = GatherFunctions(is_first=mesh.data.rank == 0, whole=partial(_whole, root))
     return root
+
+
+def _whole(root: ShardedModel, *parts: Tensor, join: Join = first_of, everywhere: bool = False) -> Tensor | None:
+    """Gathers as ``GatherFunctions`` says; the first copy's ranks alone do so, where not all get it."""
+    mesh, found = root.mesh, None
+    if not everywhere and mesh.data.rank >= mesh.copy.size:
+        return None
+    if not isinstance(parts[0], Elsewhere):
+        gathered = [whole for part in parts if (whole := gather(part, everywhere=everywhere)) is not None]
+        found = join(*gathered) if gathered else None
+    if root.pipeline is None:
+        return found
+    return root.pipeline.bring(parts[0], found, is_first=mesh.is_first_of_stage, everywhere=everywhere)
 
 
 def _share_out(packed: PackedModel, root: ShardedModel, *, rounds: bool) -> None:

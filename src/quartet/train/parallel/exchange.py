@@ -125,7 +125,8 @@ class RankExchange:
         """
         found = [p.grad for p in parameters if p.grad is not None]
         # What tensor ranks have alike counts on the first of them.
-        counted = [local(whole) for whole in found if is_first_of_tensor_ranks(whole)]
+        elsewhere = {id(p.grad) for p in self.root.counted_elsewhere}
+        counted = [local(w) for w in found if is_first_of_tensor_ranks(w) and id(w) not in elsewhere]
         counted = [part for part in counted if part.numel()]
         own = float(nn.utils.get_total_norm(counted)) if counted else 0.0
         size, parts = self.root.mesh.copy.size, self.data.gather(own)

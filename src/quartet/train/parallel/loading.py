@@ -35,7 +35,6 @@ from quartet.models.lora import named_tensors_digest
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.train.parallel.data import sharded
 from quartet.train.parallel.tensors import local, local_slices, write_part
-from quartet.weights.sink import gather
 
 
 def load_shares(
@@ -89,7 +88,8 @@ def _allocate(packed: PackedModel, device: torch.device) -> None:
 
 def _gathered_digest(packed: PackedModel, named: Iterable[tuple[str, Tensor]]) -> str:
     """Returns ``named_tensors_digest`` the whole tensors, on all ranks. Collective."""
-    digest = named_tensors_digest((name, whole) for name, tensor in named if (whole := gather(tensor)) is not None)
+    whole_of = packed.gather.whole
+    digest = named_tensors_digest((name, whole) for name, tensor in named if (whole := whole_of(tensor)) is not None)
     root = sharded(packed)
     return digest if root is None else root.mesh.data.gather(digest)[0]
 
@@ -109,6 +109,8 @@ def _fill(
     read: set[int] = set()
     broken = []
     for conversion in conversions:
+        if conversion.target not in tensors:
+            continue  # another stage has it
         for name, part in _parts(conversion, tensors, stored, twin, where):
             here = local(tensors[name])
             here.copy_(part)
@@ -185,7 +187,8 @@ def _check_complete(
 def _make_buffers(model: PreTrainedModel, twin: PreTrainedModel) -> None:
     """Fills buffers that no file has, as those of rotary embeddings, with what the model's own code puts there."""
     kept = twin.state_dict().keys()
-    wanted = [name for name, _ in twin.named_buffers() if name not in kept]
+    here = dict(model.named_buffers())
+    wanted = [name for name, _ in twin.named_buffers() if name not in kept and name in here]
     if not wanted:
         return
     for name in wanted:

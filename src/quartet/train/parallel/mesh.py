@@ -61,24 +61,25 @@ class DataParallelGroup:
         return f"rank {self.rank} of {self.size}"
 
 
-REPLICATE, SHARD, CONTEXT, TENSOR = "replicate", "shard", "context", "tensor"
+REPLICATE, SHARD, PIPELINE, CONTEXT, TENSOR = "replicate", "shard", "pipeline", "context", "tensor"
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The processes of a role as ``replicate × shard × context × tensor``, in the order of their ranks: the last
-    varies fastest.
+    """The processes of a role as ``replicate × shard × pipeline × context × tensor``, in the order of their ranks: the
+    last varies fastest.
 
-    Those with one place along ``replicate`` hold a copy of the model between them. Those that differ along ``context``
-    and ``tensor`` alone are *peers*: a *data rank* together, which computes a share of each batch of its own. The first
-    of them (both 0) speaks for it.
+    Those with one place along ``replicate`` hold a copy of the model between them. Those that differ along
+    ``pipeline``, ``context`` and ``tensor`` alone are *peers*: a *data rank* together, which computes a share of each
+    batch of its own. The first of its last stage speaks for it, since losses and outputs are there.
 
     Attributes:
         data: all ranks, for plain values.
         copy: those among them that hold this rank's copy of the model, likewise.
         groups: this rank's ranks along each dimension in which there are several, for what passes exchange.
-        device_mesh: torch's mesh of this copy: ``shard`` (with the ranks along ``context``, which share out weights as
-            well) and, where there are several, ``tensor``.
+        device_mesh: torch's mesh of this stage of this copy: ``shard`` (with the ranks along ``context``, which share
+            out weights as well) and, where there are several, ``tensor``.
+        stage: this rank's, along ``pipeline``.
         fixed_order: sums over ranks are taken in the order of the ranks, so their bits do not depend on a library.
     """
 
@@ -86,8 +87,10 @@ class Mesh:
     copy: DataParallelGroup
     replicate: int
     shard: int
+    pipeline: int
     context: int
     tensor: int
+    stage: int
     groups: Mapping[str, dist.ProcessGroup]
     device_mesh: DeviceMesh
     fixed_order: bool = False
@@ -98,6 +101,7 @@ class Mesh:
         data: DataParallelGroup,
         *,
         shard: int = 1,
+        pipeline: int = 1,
         context: int = 1,
         tensor: int = 1,
         fixed_order: bool = False,
@@ -107,23 +111,25 @@ class Mesh:
 
         Args:
             shard: data ranks that hold one copy of the model between them.
+            pipeline: ranks that have some neighbouring layers each.
             context: ranks that have the tokens of a pack between them.
             tensor: ranks that have the columns and rows of every layer between them.
             time_limit: of one collective within a pass.
 
         Raises:
-            UserError: ``shard × context × tensor`` does not divide the number of ranks.
+            UserError: ``shard × pipeline × context × tensor`` does not divide the number of ranks.
         """
-        of_copy = shard * context * tensor
+        of_copy = shard * pipeline * context * tensor
         if data.size % of_copy:
             raise UserError(
-                "shard × context × tensor does not divide the processes of its role",
-                found=f"shard: {shard}, context: {context}, tensor: {tensor}, {data.size} processes",
+                "shard × pipeline × context × tensor does not divide the processes of its role",
+                found=f"shard: {shard}, pipeline: {pipeline}, context: {context}, tensor: {tensor}, "
+                f"{data.size} processes",
                 remedy="choose a product that divides them, or another number of processes",
             )
         device_type = "cuda" if "nccl" in dist.get_backend(data.process_group) else "cpu"
-        ranks = torch.tensor(data.ranks, dtype=torch.int).view(-1, shard, context, tensor)
-        r, s, c, t = ((ranks == data.ranks[data.rank]).nonzero())[0].tolist()
+        ranks = torch.tensor(data.ranks, dtype=torch.int).view(-1, shard, pipeline, context, tensor)
+        r, s, p, c, t = ((ranks == data.ranks[data.rank]).nonzero())[0].tolist()
 
         def group(
             name: str, own: torch.Tensor, backend: str | None = None, limit: timedelta | None = time_limit
@@ -131,28 +137,34 @@ class Mesh:
             ranks = own.flatten().tolist()
             return dist.new_group(ranks, limit, backend, use_local_synchronization=True, group_desc=name)
 
-        of_parts = ranks[r, :, :, t].flatten()
-        along = {REPLICATE: ranks[:, s, c, t], SHARD: of_parts, CONTEXT: ranks[r, s, :, t], TENSOR: ranks[r, s, c]}
+        along = {
+            REPLICATE: ranks[:, s, p, c, t],
+            SHARD: ranks[r, :, p, :, t].flatten(),
+            PIPELINE: ranks[r, s, :, c, t],
+            CONTEXT: ranks[r, s, p, :, t],
+            TENSOR: ranks[r, s, p, c],
+        }
         groups = {name: group(name, own) for name, own in along.items() if name == SHARD or len(own) > 1}
         names = (SHARD, TENSOR) if tensor > 1 else (SHARD,)
-        parts = ranks[r].flatten(0, 1) if tensor > 1 else ranks[r].flatten()
+        parts = ranks[r, :, p].flatten(0, 1) if tensor > 1 else ranks[r, :, p].flatten()
         device_mesh = DeviceMesh.from_group(
             [groups[name] for name in names], device_type, mesh=parts, mesh_dim_names=names
         )
         copy = data
         if of_copy < data.size:
             copy = DataParallelGroup(group("copy", ranks[r], "gloo", None))
-        return cls(data, copy, len(ranks), shard, context, tensor, groups, device_mesh, fixed_order)
+        sizes = (len(ranks), shard, pipeline, context, tensor)
+        return cls(data, copy, *sizes, p, groups, device_mesh, fixed_order)
 
     @classmethod
     def cut(cls, group: DataParallelGroup, sharding: ShardingConfig) -> Mesh:
         """Makes the mesh that a recipe asks for."""
-        shard, context, tensor = sharding.shard, sharding.context, sharding.tensor
-        return cls.of(group, shard=shard, context=context, tensor=tensor, fixed_order=sharding.fixed_order)
+        sizes: dict[str, Any] = {"shard": sharding.shard, **sharding.peers}
+        return cls.of(group, **sizes, fixed_order=sharding.fixed_order)
 
     @property
     def num_parts(self) -> int:
-        """Ranks over which FSDP shares out what a tensor rank has of the weights: ``shard × context``."""
+        """Ranks over which FSDP shares out what a tensor rank of a stage has of the weights: ``shard × context``."""
         return self.shard * self.context
 
     @property
@@ -173,13 +185,23 @@ class Mesh:
     @property
     def is_first_peer(self) -> bool:
         """Whether this rank speaks for its data rank."""
-        return self.data.rank % self._num_peers == 0
+        return self.data.rank % self._num_peers == self._speaker
 
     @property
     def first_peers(self) -> slice:
         """Of a list with an entry for each rank, those of the ranks that speak for a data rank."""
-        return slice(None, None, self._num_peers)
+        return slice(self._speaker, None, self._num_peers)
 
     @property
     def _num_peers(self) -> int:
-        return self.context * self.tensor
+        return self.pipeline * self.context * self.tensor
+
+    @property
+    def _speaker(self) -> int:
+        return (self.pipeline - 1) * self.context * self.tensor
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this rank is the first that has its stage: it writes, and gets, what is whole."""
+        of_stage = self.context * self.tensor
+        return self.data.rank < self._num_peers and self.data.rank % of_stage == 0

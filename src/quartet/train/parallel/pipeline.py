@@ -20,10 +20,10 @@ than one process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from quartet.config import UserError
 from quartet.models.packed_model import PackedModel, decoder_layers
+
+T = TypeVar("T")
 
 # Which layers are where ----------------------------------------------------------------------------------
 
@@ -190,6 +192,22 @@ class _Recorder(nn.Module):
 # What a stage has ----------------------------------------------------------------------------------------
 
 
+class Elsewhere(Tensor):
+    """Stands for a tensor that another stage has: on the meta device, of its shape and dtype."""
+
+    stage: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, stage: int) -> Elsewhere:
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(cls)
+        found.stage = stage
+        return found
+
+
+Outline = dict[str, tuple[str, Elsewhere]]
+"""Of every tensor of the whole model, by its name: the first name of the same tensor, and what stands for it."""
+
+
 @dataclass(eq=False)
 class Stage:
     """What this rank has of a model that is cut.
@@ -197,6 +215,7 @@ class Stage:
     Attributes:
         layers: which of the model's.
         width, dtype: of hidden states between stages.
+        trained, state: of all stages, what trains, and the state without adapters.
         tied: names of the parameters that the first and the last stage have both; none on others.
         received: ``[1, P, D]`` in a pass.
     """
@@ -206,8 +225,14 @@ class Stage:
     layers: range
     width: int
     dtype: torch.dtype
+    trained: Outline
+    state: Outline
     tied: tuple[str, ...] = ()
     received: Tensor | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.index + 1 == self.stages
 
     @classmethod
     def cut(cls, packed: PackedModel, index: int, stages: int) -> Stage:
@@ -217,27 +242,58 @@ class Stage:
             UserError: the model cannot be cut, or has too few layers.
         """
         model, parts = packed.model, ModelParts.of(packed)
-        own = parts.split(stages)[index]
-        stage = cls(index, stages, own, model.config.get_text_config().hidden_size, parts.dtype)
-        before = (*parts.before, *parts.layers[: own.start]) if index else ()
-        behind = (*parts.layers[own.stop :], *parts.behind) if index + 1 < stages else ()
-        gone = {name: model.get_submodule(name) for name in (*before, *behind)}
+        split = parts.split(stages)
+        stage_of = dict.fromkeys(parts.before, 0) | dict.fromkeys(parts.behind, stages - 1)
+        stage_of |= {parts.layers[i]: k for k, layers in enumerate(split) for i in layers}
+        known: dict[int, Elsewhere] = {}
+        trained = _outline(packed.complete_trained(), stage_of, known)
+        with packed.without_adapters():
+            state = _outline(model.state_dict(keep_vars=True), stage_of, known)
+        width = model.config.get_text_config().hidden_size
+        stage = cls(index, stages, split[index], width, parts.dtype, trained, state)
+        gone = {name: model.get_submodule(name) for name, where in stage_of.items() if where != index}
         packed.forget({part for module in gone.values() for part in module.modules()})
         for path, module in gone.items():
-            there = _Received(stage) if path in before else _Passed()
-            for name, parameter in module.named_parameters():
-                if id(parameter) in parts.tied and index + 1 == stages:
+            there = _Received(stage) if stage_of[path] < index else _Passed()
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in parts.tied and stage.is_last:
                     there.register_parameter(name, parameter)
+                else:
+                    setattr(there, name, Elsewhere.of(parameter, stage_of[path]))
             _put(model, path, there)
         stage.tied = tuple(name for name, p in model.named_parameters() if id(p) in parts.tied)
         packed.head, packed.stage = model.get_submodule(parts.behind[-1]), stage
         if packed.adapters is not None:
+            packed.adapters.stage = stage
             packed.adapters.take_up_parameters()
         return stage
 
     def counts(self, name: str) -> bool:
-        """Tells whether this stage counts a parameter's gradient in the norm: what two have, the first one does."""
+        """Tells whether this stage counts a parameter's gradient in the norm, and gives it away: what two have, the
+        first one does.
+        """
         return self.index == 0 or name not in self.tied
+
+    def complete(self, outline: Outline, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns all that is in ``outline``, in the model's order: of this stage's from ``own``, tied ones once."""
+        return {name: own[first] if there.stage == self.index else there for name, (first, there) in outline.items()}
+
+    @property
+    def gone(self) -> set[str]:
+        """Names of what only other stages have."""
+        every = {**self.state, **self.trained}
+        return {name for name, (_, there) in every.items() if there.stage != self.index} - set(self.tied)
+
+
+def _outline(named: Mapping[str, Tensor], stage_of: Mapping[str, int], known: dict[int, Elsewhere]) -> Outline:
+    first: dict[int, str] = {}
+    found: Outline = {}
+    for name, tensor in named.items():
+        # Buffers beside all parts are everywhere.
+        stage = next((k for path, k in stage_of.items() if name.startswith(f"{path}.")), 0)
+        there = known.setdefault(id(tensor), Elsewhere.of(tensor, stage))
+        found[name] = first.setdefault(id(tensor), name), there
+    return found
 
 
 class _Received(nn.Module):
@@ -289,6 +345,19 @@ class MicroBatch(Protocol):
         """
 
 
+def make_passes(micro_batches: Sequence[Callable[[], MicroBatch]], *, gradients: bool) -> None:
+    """Makes all passes of a model that has all of its layers here, one after the other."""
+    for make in micro_batches:
+        _make_pass(make, gradients=gradients)
+
+
+def _make_pass(make: Callable[[], MicroBatch], *, gradients: bool) -> None:
+    """Apart, so that nothing of one lives on in the next."""
+    made = make().forward(None)
+    if gradients and made.requires_grad:
+        made.backward()
+
+
 class Pipeline:
     """Makes passes together with the other stages; all of them call the same methods with the same micro-batches.
 
@@ -326,27 +395,34 @@ class Pipeline:
             self._exchange(gradient, other, theirs, other)
             gradient.add_(theirs)
 
-    def whole_tensors(
-        self, named: Iterable[tuple[str, Tensor]], gather: Callable[[Tensor], Tensor | None], *, is_first: bool
-    ) -> Iterator[tuple[str, Tensor | None]]:
-        """Yields all tensors of the model, one at a time, from the stages that have them: whole on the first rank, None
-        on others. All ranks go through them to the end.
+    def bring(self, tensor: Tensor, whole: Tensor | None, *, is_first: bool, everywhere: bool = False) -> Tensor | None:
+        """Brings a whole tensor from the stage that has it to the first one, or to all. All stages call it.
 
         Args:
-            named: what this stage has.
-            gather: makes a tensor of ``named`` whole on the first rank of its stage, and gives None on others.
-            is_first: this rank is the first of its stage.
+            tensor: one of ``Stage.complete``.
+            whole: its contents, where this stage has it.
+            is_first: this rank is the first of its stage, which alone sends or receives; ``everywhere`` all do.
         """
-        own = {name: tensor for name, tensor in named if self._stage.counts(name)}
-        found: list[Any] = [None] * self._stage.stages
-        dist.all_gather_object(found, [(n, t.shape, t.dtype) for n, t in own.items()], group=self._group)
-        for index, of_stage in enumerate(found):
-            for name, shape, dtype in of_stage:
-                whole = gather(own[name]) if index == self._stage.index else None
-                if index > 0 and is_first:
-                    place = torch.empty(shape, dtype=dtype, device=self._device) if self._stage.index == 0 else None
-                    whole = self._exchange(whole, 0, place, index if place is not None else -1)
-                yield name, whole
+        index = self._stage.index
+        holder = tensor.stage if isinstance(tensor, Elsewhere) else index
+        if not everywhere and (holder == 0 or not is_first):
+            return whole if index == 0 else None
+        place = whole.contiguous() if whole is not None else None
+        if place is None and (everywhere or index == 0):
+            place = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        if everywhere:
+            assert place is not None
+            dist.broadcast(place, group=self._group, group_src=holder)
+            return place
+        sent = place if index == holder else None
+        return self._exchange(sent, 0, place if index == 0 else None, holder if index == 0 else -1)
+
+    def from_last(self, value: T) -> T:
+        """Returns on all stages what the last one has."""
+        found: list[Any] = [value]
+        dist.broadcast_object_list(found, group=self._group, group_src=self._stage.stages - 1, device=self._device)
+        last: T = found[0]
+        return last
 
     def _exchange(
         self, made: Tensor | None, target: int, place: Tensor | None = None, source: int = -1

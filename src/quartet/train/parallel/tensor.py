@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from quartet.models.logprobs import LEAST
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.train.parallel.layer_plan import COLUMN, GATHERED_COLUMN, layer_styles, of_adapted
+from quartet.train.parallel.layer_plan import COLUMN, GATHERED_COLUMN, of_adapted
 from quartet.train.parallel.messages import PassGroup, near_equal
 
 
@@ -90,15 +90,21 @@ class _Rows:
         return self.group.scatter_rows(x[0], self.sizes).unsqueeze(0)
 
 
-def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) -> None:
+def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh, group: PassGroup, styles: Mapping[str, str]) -> None:
     """Cuts the parameters of ``packed`` over the ranks of ``group``, whose mesh is ``mesh``; all of them call it, with
     equal weights or on the meta device, once ``check_cut`` has passed it.
+
+    Args:
+        styles: of the whole model's layers, as ``layer_styles`` tells.
     """
     rows, cuts = _Rows(group), dict[int, Placement]()
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     doors: dict[nn.Module, None] = {}
-    for path, style in layer_styles(packed).items():
-        module, door = packed.body.get_submodule(path), packed.body.get_submodule(path.rpartition(".")[0])
+    here = dict(packed.body.named_modules())
+    for path, style in styles.items():
+        if path not in here:
+            continue  # another stage has it
+        module, door = here[path], here[path.rpartition(".")[0]]
         if style in (COLUMN, GATHERED_COLUMN):
             doors[door] = None
             gathers = style == GATHERED_COLUMN or not _cuts_heads(module, door, group.size)
@@ -112,10 +118,10 @@ def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh, group: PassGrou
     for door in doors:
         door.register_forward_pre_hook(partial(_enter, rows=rows), with_kwargs=True)
     embedding: Any = packed.model.get_input_embeddings()
-    cuts[id(embedding.weight)] = Shard(0)
-    forwards[embedding] = partial(_embed, vocabulary=VocabParallel(embedding.num_embeddings, group), group=group)
-    if isinstance(packed, PackedCausalLM):
-        assert isinstance(packed.head, nn.Linear), "others are refused before"
+    if isinstance(embedding, nn.Embedding):
+        cuts[id(embedding.weight)] = Shard(0)
+        forwards[embedding] = partial(_embed, vocabulary=VocabParallel(embedding.num_embeddings, group), group=group)
+    if isinstance(packed, PackedCausalLM) and isinstance(packed.head, nn.Linear):  # both may be on other stages
         packed.vocabulary = VocabParallel(packed.head.out_features, group)
         cuts.update({id(p): Shard(0) for p in packed.head.parameters()})
     elif isinstance(packed, PackedScalarModel):

@@ -9,6 +9,16 @@ from torch.distributed.tensor import DTensor
 from quartet.train.parallel.mesh import TENSOR
 from quartet.weights.sink import slices_at
 
+MODEL, OPTIMIZER = "model.", "optimizer.state."
+"""Beginnings of names in a training state (``train.state``)."""
+
+
+def parameter_name(name: str) -> str | None:
+    """Returns the model's tensor that a tensor of a training state belongs to, by its name; None of anything else."""
+    if name.startswith(OPTIMIZER):
+        return name.removeprefix(OPTIMIZER).rpartition(".")[0]
+    return name.removeprefix(MODEL) if name.startswith(MODEL) else None
+
 
 def local(tensor: Tensor) -> Tensor:
     """Returns the memory of a tensor that is here, without gradient."""
@@ -54,17 +64,10 @@ def with_local(tensor: Tensor, memory: Tensor) -> Tensor:
     )
 
 
-def is_first_holder(tensor: object, rank: int) -> bool:
-    """Tells whether something of a tensor is here, and this rank is the first of those that hold the same part. Plain
-    ones, and other values, are the first rank's.
-
-    Args:
-        rank: of the role, whose copies have one mesh after the other.
-    """
-    if not isinstance(tensor, DTensor):
-        return rank == 0
+def is_first_holder(tensor: DTensor) -> bool:
+    """Tells whether something of a tensor is here, and this rank is the first of its mesh that holds the same part."""
     place = tensor.device_mesh.get_coordinate()
-    if place is None or rank >= tensor.device_mesh.size() or not local(tensor).numel():
+    if place is None or not local(tensor).numel():
         return False
     return all(index == 0 or not kind.is_replicate() for index, kind in zip(place, tensor.placements, strict=True))
 
