@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.batch.partition import plan_micro_batches
@@ -144,6 +144,7 @@ class Case:
     objective: str
     shard: int = 0
     replicate: int = 0
+    pipeline: int = 1
     context: int = 1
     tensor: int = 1
     recompute: Any = False
@@ -160,18 +161,18 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.shard * self.replicate * self.context * self.tensor
+        return self.shard * self.replicate * self.pipeline * self.context * self.tensor
 
     @property
     def alone(self) -> Case:
         """The same in one process."""
-        return replace(self, shard=0, replicate=0, context=1, tensor=1, fixed_order=False)
+        return replace(self, shard=0, replicate=0, pipeline=1, context=1, tensor=1, fixed_order=False)
 
     def __str__(self) -> str:
         extras = [n for n in ("share", "deep", "tied", "lora", "fixed_order") if getattr(self, n)]
         if self.recompute:
             extras.append("recompute")
-        mesh = "-".join(f"{name}{getattr(self, name)}" for name in ("replicate", "shard", "context", "tensor"))
+        mesh = "-".join(f"{name}{getattr(self, name)}" for name in ("replicate", "shard", "pipeline", "context", "tensor"))
         return f"{self.objective}-{mesh}-{'-'.join(extras)}"
 
 
@@ -204,8 +205,11 @@ def make_engine(case: Case, mesh: Mesh | None, **config: Any) -> TrainEngine[Any
     return TrainEngine(packed, settings, total_steps=10, mesh=mesh)
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+def full(engine: TrainEngine[Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole copies on every rank of what belongs to the parameters that train."""
+    packed = engine.packed
+    named = own if packed.stage is None else packed.stage.complete(packed.stage.trained, own)
+    return {name: packed.gather.whole(tensor, everywhere=True).detach().clone() for name, tensor in named.items()}
 
 
 def trained(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
@@ -219,10 +223,9 @@ def trained(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
         found["metrics"].append(engine.train_step(batch, objective, also))
         if update == 0:
             beta, state = engine.config.optim.betas[0], engine.optimizer.state
-            found["gradients"] = {
-                n: full(state[p]["exp_avg"]) / (1 - beta) for n, p in engine.trained.items() if p in state
-            }
-    found["weights"] = {name: full(values) for name, values in engine.weights()}
+            means = full(engine, {n: state[p]["exp_avg"] for n, p in engine.trained.items() if p in state})
+            found["gradients"] = {name: mean / (1 - beta) for name, mean in means.items()}
+    found["weights"] = full(engine, engine.trained)
     return found
 
 
@@ -274,7 +277,7 @@ _MESHES: dict[tuple[Any, ...], Mesh] = {}
 
 def mesh_of(case: Case) -> Mesh:
     """One mesh for all cases of a shape: process groups are not given back."""
-    sizes = {"shard": case.shard, "context": case.context, "tensor": case.tensor}
+    sizes = {"shard": case.shard, "pipeline": case.pipeline, "context": case.context, "tensor": case.tensor}
     key = *sizes.values(), case.fixed_order
     if key not in _MESHES:
         _MESHES[key] = Mesh.of(DataParallelGroup.of_world(), fixed_order=case.fixed_order, **sizes)

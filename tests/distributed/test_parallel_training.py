@@ -1,4 +1,4 @@
-"""Training on meshes with context and tensor ranks is training in one process: meshes, objectives and variants."""
+"""Training on meshes with pipeline, context and tensor ranks is training in one process: meshes, objectives and variants."""
 
 from __future__ import annotations
 
@@ -13,31 +13,40 @@ import torch
 import rank_forks
 import sharded_ranks as ranks
 
-MESHES = [mesh for mesh in itertools.product((1, 2, 4), repeat=4) if math.prod(mesh) <= 4 and mesh[2] * mesh[3] > 1]
-"""Replicate, shard, context, tensor: all of up to four ranks whose sizes are powers of two."""
-CUT = [(1, 2, 2, 1), (2, 1, 1, 2), (1, 1, 2, 2)]
+MESHES = [
+    mesh
+    for mesh in itertools.product((1, 2, 4, 8), repeat=5)
+    if math.prod(mesh) <= (8 if mesh[2] > 1 else 4) and math.prod(mesh[2:]) > 1
+]
+"""Replicate, shard, pipeline, context, tensor: all whose sizes are powers of two of up to four ranks, with stages of up
+to eight.
+"""
+CUT = [(1, 2, 1, 2, 1), (2, 1, 1, 1, 2), (1, 1, 1, 2, 2)]
+STAGES = [(2, 1, 2, 1, 1), (1, 1, 2, 1, 2), (1, 2, 2, 2, 1)]
 RECOMPUTE = [False, True, "selective"]
 TREES: list[dict[str, Any]] = [{}, {"deep": True}, {"share": False}]
 EXTRAS: list[dict[str, Any]] = [{}, {"tied": True}, {"lora": True}]
 
 
 def case(objective: str, mesh: tuple[int, ...], **options: Any) -> ranks.Case:
-    replicate, shard, context, tensor = mesh
-    return ranks.Case(objective, shard, replicate, context, tensor, **{"num_layers": 2, **options})
+    replicate, shard, pipeline, context, tensor = mesh
+    layers = 2 if pipeline < 3 else pipeline + 1
+    return ranks.Case(objective, shard, replicate, pipeline, context, tensor, **{"num_layers": layers, **options})
 
 
-def pairs() -> list[ranks.Case]:
+def pairs(meshes: list[tuple[int, ...]]) -> list[ranks.Case]:
     """Each way to cut, recompute, share and change a model beside each of the others: an orthogonal array."""
     names = ["ppo-actor", *ranks.objectives()]
     return [
-        case(names[3 * i + j], CUT[i], recompute=RECOMPUTE[j], **TREES[(i + j) % 3], **EXTRAS[(i + 2 * j) % 3])
+        case(names[3 * i + j], meshes[i], recompute=RECOMPUTE[j], **TREES[(i + j) % 3], **EXTRAS[(i + 2 * j) % 3])
         for i, j in itertools.product(range(3), repeat=2)
     ]
 
 
 def all_cases() -> list[ranks.Case]:
-    """One micro-batch of one loss for each data rank on the many meshes."""
-    return [*(case("ppo-actor", mesh, token_budget=200, adds=False) for mesh in MESHES), *pairs()]
+    """On the many meshes one loss: of one micro-batch for each data rank, of several where they pass through stages."""
+    many = [case("ppo-actor", m, token_budget=50 if m[2] > 1 else 200, adds=False) for m in MESHES]
+    return [*many, *pairs(CUT), *pairs(STAGES)]
 
 
 @cache
@@ -45,7 +54,7 @@ def alone(of_one: ranks.Case) -> dict[str, Any]:
     return ranks.trained(of_one)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_mesh_trains_as_one_process(world: int, tolerances: dict[torch.dtype, tuple[float, float]]) -> None:
     torch.set_num_threads(1)
     cases = [of_mesh for of_mesh in all_cases() if of_mesh.world == world]
