@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from quartet.models.loading import (
     save_scalar_model,
     scalar_model_from,
 )
-from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.observe.memory import held_bytes
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.role_group import LocalGroup
@@ -39,14 +40,13 @@ from quartet.train.checkpoint import (
     begin_checkpoint,
     complete_checkpoint,
     newest_checkpoint,
-    rank_share,
     write_share,
 )
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import SFTObjective
 from quartet.train.offload import MappedFileStore, Offload
-from quartet.train.parallel.data import shard_model
+from quartet.train.parallel.data import shard_model, sharded
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.tensors import local, write_part
@@ -76,13 +76,13 @@ def packed_causal_lm(
 packed_scalar_model = partial(packed_causal_lm, kind=PackedScalarModel)
 
 
-Cut = int | tuple[int, int, int]
-"""Shard, or shard, context and tensor."""
+Cut = int | tuple[int, int, int] | tuple[int, int, int, int]
+"""Shard, or shard, context and tensor, and pipeline."""
 
 
 def mesh_of(cut: Cut) -> Mesh:
-    shard, context, tensor = (cut, 1, 1) if isinstance(cut, int) else cut
-    return Mesh.of(DataParallelGroup.of_world(), shard=shard, context=context, tensor=tensor)
+    shard, context, tensor, pipeline = (cut, 1, 1, 1) if isinstance(cut, int) else (*cut, 1)[:4]
+    return Mesh.of(DataParallelGroup.of_world(), shard=shard, pipeline=pipeline, context=context, tensor=tensor)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -91,13 +91,20 @@ def whole(tensor: Tensor) -> Tensor:
     return found
 
 
-def differing(sharded: Any, expected: Any) -> list[str]:
-    """Names of parameters and buffers that are not the same bits, or not sharded."""
+def differing(packed: PackedModel, expected: Any) -> list[str]:
+    """Names of parameters and buffers that are not the same bits, or not sharded, of all stages."""
+    sharded, stage = packed.model, packed.stage
     found = dict(sharded.named_parameters(remove_duplicate=False)) | dict(sharded.named_buffers())
     wanted = dict(expected.named_parameters(remove_duplicate=False)) | dict(expected.named_buffers())
-    names = [n for n in found.keys() | wanted.keys() if n not in found or n not in wanted]
+    missing = set() if stage is None else {n for n in wanted if n not in found}
+    names = [n for n in found.keys() | (wanted.keys() - missing) if n not in found or n not in wanted]
     names += [n for n, t in wanted.items() if n in found and not torch.equal(whole(found[n].detach()), t.detach())]
-    return names + [n for n, p in sharded.named_parameters() if not isinstance(p, DTensor)]
+    names += [n for n, p in sharded.named_parameters() if stage is None and not isinstance(p, DTensor)]
+    if stage is not None:
+        of_stages: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_stages, missing)
+        names += set.intersection(*of_stages)
+    return names
 
 
 # Loading -------------------------------------------------------------------------------------------------
@@ -112,10 +119,10 @@ def loaded_models(paths: Sequence[str], cut: Cut = 4) -> dict[str, list[str]]:
         load_shares(packed, path)
         held = packed_causal_lm(load_causal_lm(path))
         expected = held.model
-        found[path] = differing(packed.model, expected)
-        found[path] += ["fused"] if len(packed._fused) != len(held._fused) else []
+        found[path] = differing(packed, expected)
+        found[path] += ["fused"] if packed.stage is None and len(packed._fused) != len(held._fused) else []
         tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (packed.model, expected)]
-        found[path] += ["ties"] if tied[0] != tied[1] else []
+        found[path] += ["ties"] if packed.stage is None and tied[0] != tied[1] else []
     return found
 
 
@@ -143,7 +150,7 @@ def loaded_heads(causal: str, scalar: str, cut: Cut = 2) -> dict[str, list[str]]
         packed = pack(load(True), **options)
         shard_model(packed, mesh)
         load_shares(packed, path, seed=5)
-        found[name] = differing(packed.model, pack(load(False), **options).model)
+        found[name] = differing(packed, pack(load(False), **options).model)
     return found
 
 
@@ -219,9 +226,10 @@ def exported(
             shard_model(packed, mesh_of(cut))
             load_shares(packed, path, seed=options.get("seed", 0))
         if packed.adapters is not None:
-            for i, layer in enumerate(packed.adapters.layers):
-                factor = layer.factors[1]
-                write_part(factor, torch.randn(factor.shape, generator=torch.Generator().manual_seed(i)))
+            for adapter, factor in packed.adapters.trained.items():
+                if "lora_B" in adapter:
+                    drawn = torch.Generator().manual_seed(zlib.crc32(adapter.encode()))
+                    write_part(factor, torch.randn(factor.shape, generator=drawn))
         if kind == "causal":
             save_causal_lm(packed, tokenizer, Path(out, name, "model"))
         else:
@@ -259,7 +267,7 @@ def synced(path: str, cut: Cut) -> dict[str, Any] | None:
     packed = packed_causal_lm(load_causal_lm(path, empty=True))
     shard_model(packed, mesh_of(cut))
     load_shares(packed, path)
-    source = NamedSource(packed.model.named_parameters)
+    source = NamedSource(lambda: packed.complete_trained().items(), whole=packed.gather.whole)
     sent = [tensor.clone() for tensor in source.tensors()]
     if dist.get_rank():
         assert not sent
@@ -288,7 +296,8 @@ def sync_of_workers(path: str, cut: Cut) -> list[str]:
             if asked[0] is None:
                 break
             assert getattr(worker, asked[0][0])(*asked[0][1]) is None
-    served = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in worker.engine.trained.items()}
+    trained = worker.packed.complete_trained()
+    served = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in trained.items()}
     if not rank:
         sink, receiving = TensorSink(served.items()), WeightReceiverMixin()
         receiving.engine = SimpleNamespace(weight_sink=lambda: sink)  # type: ignore[assignment]
@@ -300,8 +309,8 @@ def sync_of_workers(path: str, cut: Cut) -> list[str]:
 
         asyncio.run(run())
         dist.broadcast_object_list([None])
-    trained = whole_weights(worker.engine)
-    return [] if rank else [name for name in served if not torch.equal(served[name], trained[name])]
+    weights = whole_weights(worker.engine)
+    return [] if rank else [name for name in served if not torch.equal(served[name], weights[name])]
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------
@@ -339,7 +348,9 @@ def save(engine: TrainEngine[Any], root: Path, step: int, *, after: Callable[[],
     if world > 1:
         dist.broadcast_object_list(draft)
     writer = ShareWriter()
-    writer.begin(draft[0] / "actor", engine.state(), background=True, rank=rank)
+    root_of = sharded(engine.packed)
+    state = engine.state() if root_of is None else root_of.written(engine.state())
+    writer.begin(draft[0] / "actor", state, background=True, rank=rank)
     result = after()
     while (files := writer.finish(draft[0] / "actor")) is None:
         time.sleep(0.002)
@@ -370,7 +381,7 @@ def incomplete(path: str, root: str, other: str) -> dict[str, str]:
     steps(engine, 1)
     draft = [begin_checkpoint(Path(root), 1) if rank == 0 else None]
     dist.broadcast_object_list(draft)
-    files = write_share(draft[0] / "actor", rank_share(engine.state(), rank), rank)
+    files = write_share(draft[0] / "actor", sharded(engine.packed).written(engine.state()), rank)
     dist.barrier()
     if rank == 0:
         try:
@@ -394,8 +405,15 @@ def _empty_metadata(directory: Path) -> Any:
     return write_share(directory, {}, 1)["__1.metadata"]
 
 
+def whole_copies(engine: TrainEngine[Any]) -> dict[str, Tensor | None]:
+    found = {name: engine.packed.gather.whole(tensor) for name, tensor in engine.weights()}
+    return {name: None if tensor is None else tensor.clone() for name, tensor in found.items()}
+
+
 def whole_weights(engine: TrainEngine[Any]) -> dict[str, Tensor]:
-    return {name: whole(p.detach()).clone() for name, p in engine.packed.model.named_parameters()}
+    packed = engine.packed
+    named = packed.complete_trained()
+    return {name: packed.gather.whole(p, everywhere=True).detach().clone() for name, p in named.items()}
 
 
 def saved_run(path: str, root: str, sharded: Cut | None, options: Mapping[str, Any] = {}) -> Any:
@@ -429,7 +447,7 @@ def offloaded(path: str, directory: str, shard: Cut, options: Mapping[str, Any])
             parts.onload() if i == 0 else None
             losses[i] += steps(engine, 1)
     moved = parts.offload()
-    weights = [{n: gather(t) for n, t in engine.weights()} for engine in engines]  # read where they are
+    weights = [whole_copies(engine) for engine in engines]  # read where they are
     states = [state_tensors(copy_to_host(engine.state())) for engine in engines]
     refused = ""
     # The root itself refuses before it gathers, whoever calls it.

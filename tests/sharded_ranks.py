@@ -172,7 +172,9 @@ class Case:
         extras = [n for n in ("share", "deep", "tied", "lora", "fixed_order") if getattr(self, n)]
         if self.recompute:
             extras.append("recompute")
-        mesh = "-".join(f"{name}{getattr(self, name)}" for name in ("replicate", "shard", "pipeline", "context", "tensor"))
+        mesh = "-".join(
+            f"{name}{getattr(self, name)}" for name in ("replicate", "shard", "pipeline", "context", "tensor")
+        )
         return f"{self.objective}-{mesh}-{'-'.join(extras)}"
 
 

@@ -81,7 +81,7 @@ def test_a_signal_to_all_processes_of_a_run_with_its_own_ray(world: Any, recipes
     ended = json.loads((run / "run.json").read_text())["status"]
     assert (status, ended) == (128 + number, "interrupted"), said
     assert "stopped after step" in said and list((run / "checkpoints").iterdir())
-    records = set(re.findall(r"INFO \[(.+) 0\] quartet\.trainers\.(?:devices|run): ", said))
+    records = set(re.findall(r"INFO \[(.+) 0\] quartet\.trainers\.(?:devices|checkpoints): ", said))
     assert records == {"driver", "actor+rollout", "critic+reference+reward_model"}, said
 
 

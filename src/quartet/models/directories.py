@@ -508,7 +508,7 @@ def save_gathered(packed: PackedModel, path: Path, gather: GatherFunctions, *, n
         outline = {
             n: _meta(t, (len(t) + new_rows[n], *t.shape[1:]) if new_rows[n] else t.shape) for n, t in state.items()
         }
-        outline = remove_tied_weights_from_state_dict(outline, model)
+        outline = remove_tied_weights_from_state_dict(outline, twin)
         outline = {
             name: tensor for name, tensor in outline.items() if name not in (model._keys_to_ignore_on_save or ())
         }
@@ -544,7 +544,7 @@ def _write(
     """
     model.save_pretrained(path, state_dict={})  # the configs, and what belongs to a model of own code
     made = {n: t for conversion in conversions for n, t in conversion.convert(outline.__getitem__, twin).items()}
-    files, index = _split(path, made, model.num_parameters())
+    files, index = _split(path, made, twin.num_parameters())
     with _opened(files) as writers:
         for conversion, sources in zip(conversions, parts, strict=True):
             _convert_and_write(conversion, sources, twin, writers)

@@ -116,8 +116,8 @@ def temporary_pad_token(model: PreTrainedModel, pad_id: int, *, adds_rows: bool 
     holders = [c for c in (text, model.config) if hasattr(c, "pad_token_id")]
     former = [holder.pad_token_id for holder in holders]
     embedding = model.get_input_embeddings()
-    weight, size, num_embeddings = embedding.weight, text.vocab_size, embedding.num_embeddings
-    missing = pad_id + 1 - weight.shape[0]
+    weight, size, num_rows = embedding.weight, text.vocab_size, embedding.weight.shape[0]
+    missing = pad_id + 1 - num_rows
     try:
         for holder in holders:
             holder.pad_token_id = pad_id
@@ -132,7 +132,7 @@ def temporary_pad_token(model: PreTrainedModel, pad_id: int, *, adds_rows: bool 
             holder.pad_token_id = own
         if embedding.weight is not weight:
             embedding.weight = weight
-        text.vocab_size, embedding.num_embeddings = size, num_embeddings
+        text.vocab_size, embedding.num_embeddings = size, num_rows
 
 
 _OTHER_HEADS = ("score", "classifier", "qa_outputs")

@@ -110,13 +110,13 @@ class Adapters:
         self._is_folded = False
         self.stage: Any = None
 
-    @property
+    @cached_property
     def heads(self) -> list[str]:
         """Names of the modules that are trained in full."""
         factors = {id(factor) for layer in self.layers for factor in layer.factors}
         return sorted({n.rpartition(".")[0] for n, p in self.trained.items() if id(p) not in factors})
 
-    @property
+    @cached_property
     def warning(self) -> str:
         """What is trained, in words."""
         num_trained = sum(p.numel() for p in self.trained.values())
@@ -216,7 +216,8 @@ class Adapters:
                 b.zero_()
 
     def forget(self, gone: Collection[nn.Module]) -> None:
-        """Lets go of adapted layers that other ranks have from now on."""
+        """Lets go of adapted layers that other ranks have from now on. What it says of the whole model it goes on saying."""
+        _ = self.heads, self.warning
         self._drawn = [(None if layer and layer.adapted in gone else layer, shape) for layer, shape in self._drawn]
         self.layers = [layer for layer, _ in self._drawn if layer is not None]
 

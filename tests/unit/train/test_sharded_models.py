@@ -1,4 +1,4 @@
-"""Models cut over shard, tensor and context ranks come in, are saved, synced, moved away and go on as those of one
+"""Models cut over shard, pipeline, tensor and context ranks come in, are saved, synced, moved away and go on as those of one
 process, and no process holds the whole; by real processes over gloo."""
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from rank_forks import run_ranks
 
 CONTEXT, SHARDED = (1, 2, 2), (2, 1, 2)
 """Shard, context, tensor: FSDP cuts over both ranks of the context or of shard, within those of tensor."""
+STAGES, SHARDED_STAGES = (1, 1, 2, 2), (2, 1, 1, 2)
+"""The same with two pipeline stages."""
 SMALL: dict[str, Any] = dict(
     vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=None, bos_token_id=None,
@@ -103,6 +105,21 @@ def results(folder: Path, alone: list[Any]) -> list[dict[str, Any]]:
         "adapters": (saved, path, of("adapters"), CONTEXT, LORA),
         "adapters resumed": (resumed, path, of("adapters"), SHARDED, LORA),
         "offloaded": (ranks.offloaded, path, of("away"), CONTEXT, LORA),
+        "loaded in stages": (ranks.loaded_models, [path, of("qwen2"), of("phi3")], STAGES),
+        "loaded in sharded stages": (ranks.loaded_models, [of("qwen3_moe"), of("gpt_bigcode")], SHARDED_STAGES),
+        "heads of stages": (ranks.loaded_heads, path, scalar, SHARDED_STAGES),
+        "exported in stages": (exported, path, of("exported_s"), "causal", {}, tokenizer, STAGES),
+        "exported scalar of stages": (exported, scalar, of("exported_scalar_s"), "scalar", LORA, tokenizer, STAGES),
+        "exported experts of stages": (exported, of("qwen3_moe"), of("moe_s"), "causal", {}, tokenizer, SHARDED_STAGES),
+        "synced in stages": (ranks.synced, path, STAGES),
+        "workers in stages": (ranks.sync_of_workers, path, SHARDED_STAGES),
+        "saved in stages": (saved, path, of("stages"), STAGES),
+        "resumed in stages": (resumed, path, of("stages"), STAGES),
+        "resumed in sharded stages": (resumed, path, of("sharded"), SHARDED_STAGES),
+        "resumed without stages": (resumed, path, of("stages"), CONTEXT),
+        "adapters in stages": (saved, path, of("adapters_s"), SHARDED_STAGES, LORA),
+        "adapters without stages": (resumed, path, of("adapters_s"), 4, LORA),
+        "offloaded in stages": (ranks.offloaded, path, of("away_s"), STAGES, {}),
     }
     of_ranks = run_ranks(4, ranks.run_calls, list(calls.values()))
     return [dict(zip(calls, found, strict=True)) for found in of_ranks]
@@ -114,17 +131,22 @@ def test_every_rank_reads_its_part_of_both_cuts(results: list[dict[str, Any]]) -
         assert found["loaded"] and not any(found["loaded"].values())
         assert len(found["loaded in shards"]) == 10 and not any(found["loaded in shards"].values())
         assert found["heads"] and not any(found["heads"].values())
+        assert found["loaded in stages"] and not any(found["loaded in stages"].values())
+        assert found["loaded in sharded stages"] and not any(found["loaded in sharded stages"].values())
+        assert found["heads of stages"] and not any(found["heads of stages"].values())
 
 
 def test_exports_are_those_of_one_process_to_the_byte(results: list[dict[str, Any]]) -> None:
-    for name in ("exported", "exported scalar", "exported experts"):
+    for name in (name for name in results[0] if name.startswith("exported")):
         assert results[0][name]["differing"] == [], name
 
 
 def test_engines_get_the_trained_weights(results: list[dict[str, Any]]) -> None:
-    first, *others = [found["synced"] for found in results]
-    assert first and all(first.values()) and others == [None] * 3
-    assert [found["workers"] for found in results] == [[]] * 4
+    for name in ("synced", "synced in stages"):
+        first, *others = [found[name] for found in results]
+        assert first and all(first.values()) and others == [None] * 3
+    for name in ("workers", "workers in stages"):
+        assert [found[name] for found in results] == [[]] * 4
 
 
 def test_checkpoints_go_on_on_any_mesh(results: list[dict[str, Any]], folder: Path, alone: list[Any]) -> None:
@@ -132,22 +154,25 @@ def test_checkpoints_go_on_on_any_mesh(results: list[dict[str, Any]], folder: Pa
     back = one(
         (ranks.resumed_run, path, str(folder / "sharded"), None),
         (ranks.resumed_run, path, str(folder / "context"), None),
+        (ranks.resumed_run, path, str(folder / "stages"), None),
         (ranks.resumed_run, path, str(folder / "adapters"), None, LORA),
+        (ranks.resumed_run, path, str(folder / "adapters_s"), None, LORA),
     )
     for found in results:
-        for name in ("saved", "resumed", "resumed without", "resumed with context", "resumed from one"):
+        for name in (name for name in found if name.startswith(("saved", "resumed"))):
             same(found[name], alone[0], 1e-8)
-        same(found["saved with context"], alone[0], 1e-8)
+        for name in (name for name in found if name.startswith("adapters")):
+            same(found[name], alone[1], 1e-8)
         same(found["resumed"], found["saved"], None)
-        same(found["adapters"], alone[1], 1e-8)
-        same(found["adapters resumed"], alone[1], 1e-8)
-    same(back[0], alone[0], 1e-8)
-    same(back[1], alone[0], 1e-8)
-    same(back[2], alone[1], 1e-8)
+        same(found["resumed in stages"], found["saved in stages"], None)
+    for run in back[:3]:
+        same(run, alone[0], 1e-8)
+    for run in back[3:]:
+        same(run, alone[1], 1e-8)
 
 
 def test_parts_that_leave_and_come_back_change_nothing(results: list[dict[str, Any]]) -> None:
-    for found in (of_rank["offloaded"] for of_rank in results):
+    for found in (of_rank[name] for of_rank in results for name in ("offloaded", "offloaded in stages")):
         assert found["losses"][0] == found["losses"][1] and found["again"][0] == found["again"][1]
         assert all(found["equal"]) and len(found["equal"]) > 4
         assert found["refused"].count("are offloaded; onload(") == 2

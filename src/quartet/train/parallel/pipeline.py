@@ -203,6 +203,10 @@ class Elsewhere(Tensor):
         found.stage = stage
         return found
 
+    def detach(self) -> Elsewhere:
+        """Returns itself: torch's would not know the stage."""
+        return self
+
 
 Outline = dict[str, tuple[str, Elsewhere]]
 """Of every tensor of the whole model, by its name: the first name of the same tensor, and what stands for it."""
@@ -366,9 +370,9 @@ class Pipeline:
     """
 
     def __init__(self, packed: PackedModel, stage: Stage, group: dist.ProcessGroup) -> None:
-        self._stage, self._group, self._device, self._work = stage, group, packed.device, packed.work
+        self._packed, self._stage, self._group, self._work = packed, stage, group, packed.work
         # nccl wants all ranks in a group's first call.
-        dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        dist.barrier(group)
 
     def make_passes(self, micro_batches: Sequence[Callable[[], MicroBatch]], *, gradients: bool) -> None:
         """Makes all passes. Each of ``micro_batches`` lays one out, as late as can be."""
@@ -377,7 +381,7 @@ class Pipeline:
         for kind, i in order_of(index, self._stage.stages, len(micro_batches), gradients=gradients):
             one = _Alive(micro_batches[i]()) if kind == "forward" else alive.pop(i)
             source = index - 1 if kind == "forward" else index + 1
-            place = torch.empty(one.num_rows, self._stage.width, dtype=self._stage.dtype, device=self._device)
+            place = torch.empty(one.num_rows, self._stage.width, dtype=self._stage.dtype, device=self._packed.device)
             received, made = self._exchange(made, target, place, source), None
             if kind == "forward":
                 made, target = one.forward(received), index + 1
@@ -409,7 +413,7 @@ class Pipeline:
             return whole if index == 0 else None
         place = whole.contiguous() if whole is not None else None
         if place is None and (everywhere or index == 0):
-            place = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            place = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._packed.device)
         if everywhere:
             assert place is not None
             dist.broadcast(place, group=self._group, group_src=holder)
@@ -420,7 +424,9 @@ class Pipeline:
     def from_last(self, value: T) -> T:
         """Returns on all stages what the last one has."""
         found: list[Any] = [value]
-        dist.broadcast_object_list(found, group=self._group, group_src=self._stage.stages - 1, device=self._device)
+        dist.broadcast_object_list(
+            found, group=self._group, group_src=self._stage.stages - 1, device=self._packed.device
+        )
         last: T = found[0]
         return last
 
