@@ -31,7 +31,7 @@ def engine_on(mesh: Mesh | None, **config: Any) -> TrainEngine[Any]:
 
 
 def weights(engine: TrainEngine[Any]) -> dict[str, Any]:
-    return {name: full(values) for name, values in engine.weights()}
+    return full(engine, engine.trained)
 
 
 def is_unchanged(engine: TrainEngine[Any], before: dict[str, Any]) -> bool:
@@ -115,7 +115,7 @@ def unused(mesh: Mesh) -> Any:
     before = model.extra.weight.detach().clone()
     engine = TrainEngine(PackedCausalLM(model), engine_on(None).config, total_steps=10, mesh=mesh)
     engine.train_step(make_batch(), SFTObjective())
-    return torch.equal(full(model.extra.weight), before)
+    return torch.equal(model.extra.weight.full_tensor(), before)
 
 
 def forward_passes(mesh: Mesh) -> Any:

@@ -44,7 +44,7 @@ class Counts:
 @contextmanager
 def counting(fails: bool = False) -> Iterator[Counts]:
     """What forward-only passes compute within; all of them fail where ``fails``, but idle ones."""
-    counts, compute, columns = Counts(), forward.forward_packed, forward._columns
+    counts, compute, columns = Counts(), forward.PackedPass, forward._columns
 
     def counted(packed: Any, batch: Any, *args: Any, **options: Any) -> Any:
         if batch.ids == ("idle",):
@@ -60,7 +60,7 @@ def counting(fails: bool = False) -> Iterator[Counts]:
         return columns(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "forward_packed", counted)
+        patch.setattr(forward, "PackedPass", counted)
         patch.setattr(forward, "_columns", counted_batch)
         yield counts
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -17,6 +17,7 @@ from quartet.config.common import LoRAConfig
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.train.forward import ForwardNeeds, forward_packed
+from quartet.train.parallel import pipeline
 from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
@@ -80,22 +81,19 @@ def run_pass(case: TensorCase) -> dict[str, Any]:
     packed, batch, needs = make_model(case), context_ranks.make_batch(case.tree), needs_of(case)
     root = shard_model(packed, mesh_of(case.context, case.tensor)) if case.tensor else None
     outputs: list[Any] = []
+    make_passes = pipeline.make_passes if root is None else root.make_passes
 
-    def forward() -> None:
-        with torch.no_grad():
+    class Pass:
+        num_rows = 0
+
+        def forward(self, received: Tensor | None) -> Tensor:
             outputs.append(forward_packed(packed, batch, needs, 7, share=case.share))
+            return context_ranks.loss_of(outputs[-1])
 
-    def train() -> None:
-        outputs.append(forward_packed(packed, batch, needs, 7, share=case.share))
-        loss = context_ranks.loss_of(outputs[-1])
-        loss.backward()
-
-    if root is None:
-        forward()
-        train()
-    else:
-        root.make_passes([forward])
-        root.make_passes([train])
+    with torch.no_grad():
+        make_passes([Pass], gradients=False)
+    make_passes([Pass], gradients=True)
+    if root is not None:
         root.sum_gradients()
     return {
         "outputs": outputs[0].fields(),

@@ -84,7 +84,7 @@ def _fail_in(update: int, no_memory: bool) -> None:
 
     def counted(worker: Any, number: int) -> dict[str, float]:
         if number == update - 1:
-            engine.forward_packed = fail
+            engine.PackedPass = fail
         return step(worker, number)
 
     SupervisedWorker.step = counted  # type: ignore[method-assign]

@@ -216,7 +216,7 @@ class Adapters:
                 b.zero_()
 
     def forget(self, gone: Collection[nn.Module]) -> None:
-        """Lets go of adapted layers that other ranks have from now on. What it says of the whole model it goes on saying."""
+        """Lets go of adapted layers that other ranks have from now on; what it says of all layers it goes on saying."""
         _ = self.heads, self.warning
         self._drawn = [(None if layer and layer.adapted in gone else layer, shape) for layer, shape in self._drawn]
         self.layers = [layer for layer, _ in self._drawn if layer is not None]

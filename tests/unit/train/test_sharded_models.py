@@ -1,5 +1,5 @@
-"""Models cut over shard, pipeline, tensor and context ranks come in, are saved, synced, moved away and go on as those of one
-process, and no process holds the whole; by real processes over gloo."""
+"""Models cut over shard, pipeline, tensor and context ranks come in, are saved, synced, moved away and go on as those
+of one process, and no process holds the whole; by real processes over gloo."""
 
 from __future__ import annotations
 
