@@ -1,4 +1,4 @@
-"""Training on meshes with pipeline, context and tensor ranks is training in one process: meshes, objectives, variants."""
+"""Training on meshes with pipeline, context and tensor ranks is training in one process, whatever else is asked for."""
 
 from __future__ import annotations
 

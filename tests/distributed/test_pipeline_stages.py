@@ -26,7 +26,10 @@ CASES = [
     Case("sft", 4, "gemma3", recompute="selective"),
     Case("ppo-critic", 4, share=False, lora=True),
     Case("ppo-actor", 4, "gpt2", dtype=torch.float32, precision="bf16"),
+    Case("ppo-actor", 2, "qwen3", dtype=torch.float32, numerics="exact"),
 ]
+
+ROUNDS = {"exact": torch.float32, "fast": torch.bfloat16}
 
 
 alone = cache(lambda case: ranks.computed(case.alone))
@@ -43,7 +46,7 @@ def test_stages_compute_what_one_process_computes(number, found, tolerances) -> 
     torch.set_num_threads(1)
     case = CASES[number]
     stages, expected = [found[rank][number][0] for rank in range(case.stages)], alone(case)
-    atol, rtol = (1e-12, 0.0) if case.dtype == torch.float64 else tolerances[torch.bfloat16]
+    atol, rtol = (1e-12, 0.0) if case.dtype == torch.float64 else tolerances[ROUNDS[case.numerics]]
     assert len(stages[-1]["outputs"]) == len(expected["outputs"]) > 0
     for values, of_one in zip(stages[-1]["outputs"], expected["outputs"], strict=True):
         assert torch.equal(values, of_one)

@@ -69,6 +69,8 @@ def test_forward_passes_need_not_be_equally_many(results: Results) -> None:
         ("exit", {"shard": 1}),
         ("memory", {"shard": 3}),
         ("memory", {"context": 2, "tensor": 2}),
+        ("memory", {"pipeline": 2}),
+        ("hang", {"pipeline": 2}),
         ("atoms", {"shard": 3}),
     ],
     ids=str,
@@ -77,7 +79,7 @@ def test_a_rank_that_fails_ends_the_others(kind: str, sizes: dict[str, int]) -> 
     """As its process ends, those that wait for it; those that wait for these ones, whose processes go on here, by the
     time limit.
     """
-    world = 4 if "tensor" in sizes else 3
+    world = 4 if "tensor" in sizes else 2 if "pipeline" in sizes else 3
     first, odd, *others = rank_forks.run_ranks(world, ranks.fails, kind, sizes, 5.0)
     assert isinstance(odd, rank_forks.Gone)
     for error, seconds, said in (first, *others):
