@@ -156,7 +156,9 @@ def stages_of(shape: Shape, how: How, *, scalar: bool = False) -> list[Stage]:
     whole, size = how.pipeline == 1, shape.embedding
     head = 0 if scalar else size
     found = []
-    for index, layers in enumerate(split_layers((shape.layer,) * shape.layers, how.pipeline, first=size, last=head)):
+    # The last norm decides between cuts that are alike without it.
+    behind = head + shape.hidden
+    for index, layers in enumerate(split_layers((shape.layer,) * shape.layers, how.pipeline, first=size, last=behind)):
         logits = head if index + 1 == how.pipeline else 0
         embedding = (size if index == 0 else 0) + (logits if shape.tied and not whole else 0)
         untied = 0 if shape.tied else logits
