@@ -118,7 +118,7 @@ def test_every_method_is_one_line_and_comes_back_from_its_file(name: str, tmp_pa
                 "actor.sharding.tensor=2",
                 "actor.train.compile=true",
             ],
-            "actor.sharding.tensor 2: layers exchange rows within, which torch.compile cannot follow",
+            "actor.sharding.tensor is 2: processes exchange rows within a pass, which torch.compile cannot follow",
         ),
         (
             ["placement={type: full_offload, pool: {processes: 2}}", "actor.sharding.cpu_offload=true"],
