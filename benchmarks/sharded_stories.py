@@ -74,7 +74,7 @@ def overrides(args: Any, judge: Path, seed: int, cuts: dict[str, dict[str, int]]
     }
     cut = f", sharding: {sections['reward']}" if "reward" in sections else ""
     rewards = ", ".join([*functions, f"{{type: model, path: {judge}, weight: 0.05{cut}}}"])
-    sizes = [f"{role}: {{processes: {math.prod(sizes.values())}}}" for role, sizes in (cuts or {}).items()]
+    sizes = [f"{role}: {{processes: {math.prod((cuts or {}).get(role, {}).values())}}}" for role in ROLES]
     sharded = [
         "cluster={type: ray, cpus_per_process: 0.1}",
         f"placement={{type: separated, {', '.join(['rollout: {processes: 1}', *sizes])}}}",
