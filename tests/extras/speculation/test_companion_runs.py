@@ -145,7 +145,9 @@ def test_an_engine_in_a_process_of_its_own_gets_them(run: Any) -> None:
 def test_states_in_parts_are_refused(axis: str) -> None:
     sharding = ShardingConfig(**{axis: 2})
     speculation = MedusaSpeculation(path="heads", train=HeadTraining())
-    with pytest.raises(UserError, match=rf"rollout.speculation.train learns from hidden states .*{axis} 2.*shard alone"):
+    with pytest.raises(
+        UserError, match=rf"rollout.speculation.train learns from hidden states .*{axis} 2.*shard alone"
+    ):
         RLRecipe(actor=ActorConfig(sharding=sharding), rollout=RolloutConfig(speculation=speculation))
 
 

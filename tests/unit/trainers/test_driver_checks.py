@@ -70,9 +70,9 @@ def test_a_family_whose_layers_cannot_be_cut(tokenizer: Any, prompts: Any, digit
         actor={"sharding": {"pipeline": 2}},
     )
     objects = UserObjects(Gemma4ForCausalLM(config), tokenizer, prompts=prompts, rewards=[digits]).on_meta()
-    with pytest.raises(UserError, match="^actor: Gemma4ForCausalLM cannot be cut into pipeline stages") as raised:
+    with pytest.raises(UserError, match=r"^actor: Gemma4ForCausalLM cannot be cut into pipeline stages") as raised:
         RLRoles(recipe, objects)
-    assert "set sharding.pipeline to 1, and use sharding.shard, tensor or context" == raised.value.remedy
+    assert raised.value.remedy == "set sharding.pipeline to 1, and use sharding.shard, tensor or context"
 
 
 def test_a_worker_that_cannot_be_made_anew_ends_the_run_after_its_restarts() -> None:
