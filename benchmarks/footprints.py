@@ -2,8 +2,10 @@
 
     python benchmarks/footprints.py --model 7b --devices 8 --gib 80      the tables
     python benchmarks/footprints.py --model 70b --devices 64 --tokens 32768 --meshes    one role on several meshes
+    python benchmarks/footprints.py --model 70b --devices 64 --tokens 32768 --stages    an actor in pipeline stages
     python benchmarks/footprints.py --measure [--shards 1 2 4]           the formula against real processes
     python benchmarks/footprints.py --measure --shards 1,1,2 1,2,2       the same with context and tensor ranks
+    python benchmarks/footprints.py --measure --shards 1,1,2,2           the same with two pipeline stages
     python benchmarks/footprints.py --measure --keep-freed               with what the C library keeps of freed memory
     python benchmarks/footprints.py --measure --flat 1 4 16 64           peaks by prompts per step
 
@@ -20,7 +22,7 @@ import math
 import multiprocessing
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,9 +86,11 @@ class How:
     Attributes:
         shard: data ranks that hold one copy between them.
         context, tensor: ranks that compute one micro-batch between them: its tokens, and every layer's columns.
+        pipeline: stages that have some layers each.
         bf16: compute dtype; weights that are trained stay fp32.
         recompute: ``activation_checkpointing``.
         tokens, forward_tokens: of a micro-batch with gradients, and without.
+        micro_batches: of an update on a data rank.
         chunk: rows whose logits exist at a time.
         ordered: sums in the order of the ranks, as always on CPUs: the addends of all ranks are held.
     """
@@ -94,10 +98,12 @@ class How:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    pipeline: int = 1
     bf16: bool = True
     recompute: str = "true"
     tokens: int = 8_192
     forward_tokens: int = 16_384
+    micro_batches: int = 8
     chunk: int = 1_024
     ordered: bool = False
 
@@ -108,12 +114,56 @@ class How:
 
     @property
     def parts(self) -> int:
-        """FSDP's ranks, which share out what a tensor rank has of the weights."""
+        """FSDP's ranks, which share out what a tensor rank has of a stage's weights."""
         return self.shard * self.context
 
     @property
     def ranks(self) -> int:
+        """Of a stage."""
         return self.parts * self.tensor
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a pipeline stage has; one that is alone has a whole model.
+
+    Attributes:
+        layers: their number.
+        embedding: weights of the embedding, and of a tied head on a stage of its own.
+        head: weights of an untied head.
+        logits: columns of the head times its rows, where it is computed here.
+        twice: a tied weight is used in both ways here.
+        alive: micro-batches whose activations are kept at a time.
+        messages: hidden states and their gradients, of one micro-batch, that are there to be sent or were received.
+    """
+
+    layers: int
+    embedding: int
+    head: int
+    logits: int
+    twice: bool
+    alive: int
+    messages: int
+
+    @property
+    def around(self) -> int:
+        return self.embedding + self.head
+
+
+def stages_of(shape: Shape, how: How, *, scalar: bool = False) -> list[Stage]:
+    from quartet.train.parallel.pipeline import split_layers
+
+    whole, size = how.pipeline == 1, shape.embedding
+    head = 0 if scalar else size
+    found = []
+    for index, layers in enumerate(split_layers((shape.layer,) * shape.layers, how.pipeline, first=size, last=head)):
+        logits = head if index + 1 == how.pipeline else 0
+        embedding = (size if index == 0 else 0) + (logits if shape.tied and not whole else 0)
+        untied = 0 if shape.tied else logits
+        alive = min(how.pipeline - index, how.micro_batches)
+        twice = whole and shape.tied and not scalar
+        found.append(Stage(len(layers), embedding, untied, logits, twice, alive, 0 if whole else 2))
+    return found
 
 
 def kept_per_token(shape: Shape, how: How) -> tuple[float, float]:
@@ -154,30 +204,36 @@ def within_backward(shape: Shape, how: How) -> float:
 
 
 def training(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float]:
-    """Bytes of a rank that trains its share, at the peak of an update, by part."""
-    weights, around, layer = shape.weights(scalar=scalar), shape.around(scalar=scalar), shape.layer
-    head = 0 if scalar else shape.embedding
+    """Bytes of a rank that trains its share, at the peak of an update, by part; of the stage that takes most."""
+    return _dearest(training_stage(shape, how, stage) for stage in stages_of(shape, how, scalar=scalar))
+
+
+def training_stage(shape: Shape, how: How, stage: Stage) -> dict[str, float]:
+    layer, around = shape.layer, stage.around
+    weights = stage.layers * layer + around
     every, again = kept_per_token(shape, how)
-    # FSDP copies what it gathers, from one rank, too; under bf16 tensor ranks alone gather so, for rounded weights.
-    cut = how.parts > 1 or (how.bf16 and how.tensor > 1)
+    # FSDP copies what it gathers, from one rank, too; under bf16 ranks of a mesh gather so, for rounded weights.
+    cut = how.parts > 1 or (how.bf16 and how.tensor * how.pipeline > 1)
     # A gathered layer, and the next one: each with the buffer that it is copied from. What is around the layers stays.
     gathered = 4 * around + 4 * how.width * layer if cut else (2 * (weights - around) if how.bf16 else 0)
     # Of a layer: as autograd leaves them, laid out to be sent in fp32, and where order counts the addends.
-    sums = 4 * head + (how.width + 4 + 4 * how.ordered) * layer if cut else 4 * around * shape.tied
-    activations = how.tokens * (every * shape.layers + again)
-    read = 0 if scalar else min(how.chunk, how.tokens) * shape.vocab * how.width + (4 * head if how.bf16 else 0)
+    sums = 4 * stage.logits + (how.width + 4 + 4 * how.ordered) * layer if cut else 4 * around * stage.twice
+    kept = how.tokens * every * stage.layers
+    read = min(how.chunk, how.tokens) * shape.vocab * how.width + (4 * stage.logits if how.bf16 else 0)
     # Behind the last layer: gradients of what is around the layers, laid out, and the addends. Just before, a tied
     # weight has a gradient of each of its uses.
-    last = 4 * around * (3 if how.ordered or shape.tied else 2) / how.tensor if cut else 0
+    last = 4 * around * (3 if how.ordered or stage.twice else 2) / how.tensor if cut else 0
     passing = {
         "gathered": gathered / how.tensor,
         "sums": sums / how.tensor,
-        "activations": activations,
-        "logits": read / how.tensor,
+        "activations": stage.alive * kept + how.tokens * again,
+        "logits": read / how.tensor if stage.logits else 0,
         "within a layer": how.tokens * within_backward(shape, how),
+        "messages": stage.messages * message(shape, how, how.tokens),
     }
-    if sum(passing.values()) <= last:
-        passing = {**dict.fromkeys(passing, 0.0), "sums": last}
+    others = (stage.alive - 1) * kept
+    if sum(passing.values()) <= last + others:
+        passing = {**dict.fromkeys(passing, 0.0), "sums": last, "activations": others}
     return {
         "parameters": 4 * weights / how.ranks,
         "moments": 8 * weights / how.ranks,
@@ -186,13 +242,27 @@ def training(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float
     }
 
 
+def message(shape: Shape, how: How, tokens: int) -> float:
+    """Hidden states between stages, in fp32 under autocast, too, and of a rank's own rows."""
+    return 4 * shape.hidden * tokens / (how.context * how.tensor)
+
+
+def _dearest(stages: Iterable[dict[str, float]]) -> dict[str, float]:
+    return max(stages, key=lambda parts: sum(parts.values()))
+
+
 def scoring(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float]:
-    """Bytes of a rank that only passes forward: products in the compute dtype, the embedding in fp32. Of one layer's
-    activations the residual stream, a sum, and three of the inner width are there at a time."""
-    around = 4 * shape.embedding + (0 if scalar or shape.tied else how.width * shape.embedding)
-    weights = how.width * shape.layers * shape.layer + around
+    """Bytes of a rank that only passes forward; of the stage that takes most."""
+    return _dearest(scoring_stage(shape, how, stage) for stage in stages_of(shape, how, scalar=scalar))
+
+
+def scoring_stage(shape: Shape, how: How, stage: Stage) -> dict[str, float]:
+    """Products in the compute dtype, the embedding in fp32. Of one layer's activations the residual stream, a sum, and
+    three of the inner width are there at a time."""
+    around = 4 * stage.embedding + how.width * stage.head
+    weights = how.width * stage.layers * shape.layer + around
     gathered = around + 4 * how.width * shape.layer if how.parts > 1 else 0
-    logits = 0 if scalar else min(how.chunk, how.tokens) * shape.vocab * how.width
+    logits = min(how.chunk, how.tokens) * shape.vocab * how.width if stage.logits else 0
     per_token = (8 * shape.hidden + 3 * how.width * shape.inner) / (how.context * how.tensor)
     return {
         "parameters": weights / how.ranks,
@@ -200,6 +270,7 @@ def scoring(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float]
         "activations": how.forward_tokens * per_token,
         "logits": logits / how.tensor,
         "within a layer": how.forward_tokens * sum(exchanged(shape, how)),
+        "messages": stage.messages * message(shape, how, how.forward_tokens),
     }
 
 
@@ -252,7 +323,7 @@ STAYS = ("parameters", "moments")
 
 
 def of_role(shape: Shape, role: str, processes: int, how: How, room: float) -> dict[str, float]:
-    cut = replace(how, shard=processes // (how.context * how.tensor))
+    cut = replace(how, shard=processes // (how.pipeline * how.context * how.tensor))
     if role == "rollout":
         splits = [n for n in range(1, processes + 1) if processes % n == 0]
         found = [generating(shape, cache_tokens=CACHE_TOKENS, split=n) | {"split": n} for n in splits]
@@ -292,13 +363,19 @@ COLUMNS = (
     "parameters", "moments", "gradients", "gathered", "sums", "activations", "within a layer", "logits",
     "KV cache", "sync buffers",
 )  # fmt: skip
+OF_STAGES = {
+    "state": ("parameters", "moments", "gradients"),
+    "gathered, sums": ("gathered", "sums"),
+    "activations": ("activations", "within a layer"),
+    "logits, messages": ("logits", "messages"),
+}
 
 
 def _gib(values: Sequence[float]) -> list[str]:
     return [f"{value / GIB:.1f}" if value else "" for value in values]
 
 
-def tables(model: str, devices: int, gib: float, how: How, *, meshes: bool = False) -> str:
+def tables(model: str, devices: int, gib: float, how: How, *, meshes: bool = False, stages: bool = False) -> str:
     from common import markdown
 
     shape = SHAPES[model]
@@ -306,6 +383,9 @@ def tables(model: str, devices: int, gib: float, how: How, *, meshes: bool = Fal
     if meshes:
         head = ["role", "shard", "context", "tensor", *COLUMNS[:-2], "peak", f"below 90 % of {gib:g}?"]
         return size + markdown(head, mesh_rows(shape, devices, how, gib))
+    if stages:
+        head = ["shard", "pipeline", "context", "tensor", "kept", *OF_STAGES, "peak", f"below 90 % of {gib:g}?"]
+        return size + markdown(head, stage_rows(shape, devices, how, gib))
     everything = {("actor", "reference", "rollout"): devices}
     plans = PLANS.get((model, devices), {"one pool, all resident": everything, "full_offload": everything})
     rows = [row for name, pools in plans.items() for row in pool_rows(shape, name, pools, how, gib)]
@@ -319,11 +399,30 @@ def mesh_rows(shape: Shape, devices: int, how: How, gib: float) -> list[list[str
     for context, tensor in ((1, 1), (8, 1), (1, 8), (2, 8), (4, 4), (8, 8)):
         cut = replace(how, shard=devices // (context * tensor), context=context, tensor=tensor)
         for role, parts in (("actor", training(shape, cut)), ("reference", scoring(shape, cut))):
-            total = sum(parts.values())
-            cells = _gib([*(parts.get(name, 0.0) for name in COLUMNS[:-2]), total])
-            fits = "yes" if total < 0.9 * gib * GIB else "**no**"
-            rows.append([role, str(cut.shard), str(context), str(tensor), *cells, fits])
+            cells = _gib([*(parts.get(name, 0.0) for name in COLUMNS[:-2]), sum(parts.values())])
+            rows.append([role, str(cut.shard), str(context), str(tensor), *cells, _fits(parts, gib)])
     return rows
+
+
+def stage_rows(shape: Shape, devices: int, how: How, gib: float) -> list[list[str]]:
+    """An actor on all devices, without stages and with 2 to 8: the stage that takes most."""
+    rows = []
+    for context, tensor in ((1, 1), (1, 8), (2, 8)):
+        for pipeline in (1, 2, 4, 8):
+            ranks = pipeline * context * tensor
+            if devices % ranks:
+                continue
+            cut = replace(how, shard=devices // ranks, context=context, tensor=tensor, pipeline=pipeline)
+            stage = max(stages_of(shape, cut), key=lambda one: sum(training_stage(shape, cut, one).values()))
+            parts = training_stage(shape, cut, stage)
+            cells = _gib([*(sum(parts[name] for name in names) for names in OF_STAGES.values()), sum(parts.values())])
+            mesh = [cut.shard, pipeline, context, tensor, f"{stage.alive} × {stage.layers} layers"]
+            rows.append([*map(str, mesh), *cells, _fits(parts, gib)])
+    return rows
+
+
+def _fits(parts: Mapping[str, float], gib: float) -> str:
+    return "yes" if sum(parts.values()) < 0.9 * gib * GIB else "**no**"
 
 
 # What is measured -----------------------------------------------------------------------------------------
@@ -356,8 +455,9 @@ class Peak:
         return status("VmHWM") - self._others
 
 
-Sizes = tuple[int, int, int]
-"""Shard, context and tensor of a mesh with one copy of the model."""
+Sizes = tuple[int, int, int, int]
+"""Shard, context, tensor and pipeline of a mesh with one copy of the model."""
+SIZES = ("shard", "context", "tensor", "pipeline")
 
 
 def build(path: str, sizes: Sizes) -> Any:
@@ -369,10 +469,9 @@ def build(path: str, sizes: Sizes) -> Any:
     from quartet.train.parallel.loading import load_shares
     from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
-    shard, context, tensor = sizes
     mesh = None
     if math.prod(sizes) > 1:
-        mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard, context=context, tensor=tensor)
+        mesh = Mesh.of(DataParallelGroup.of_world(), **dict(zip(SIZES, sizes, strict=True)))
     packed = packed_causal_lm(load_causal_lm(path, empty=mesh is not None), activation_checkpointing=True)
     if mesh is not None:
         shard_model(packed, mesh)
@@ -457,13 +556,17 @@ def measure(sizes: Sizes, factors: Sequence[int], path: str) -> list[dict[str, A
 
 def compared(sizes: Sizes, found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """Name → bytes by the formula and the largest rank's as measured."""
-    shape, how = SHAPES["small"], How(*sizes, False, "true", TOKENS, TOKENS, 256, ordered=True)
-    parts = training(shape, how)
-    first = min(found[0]["update"])
+    shape, first = SHAPES["small"], min(found[0]["update"])
+    how = How(*sizes, False, "true", TOKENS, TOKENS, micro_batches=first, chunk=256, ordered=True)
+    # The stage that takes most need not be the same at all times.
+    stages = [training_stage(shape, how, stage) for stage in stages_of(shape, how)]
     return {
-        "loaded": (parts["parameters"], max(of["loaded"] for of in found)),
-        "between updates": (parts["parameters"] + parts["moments"], max(of["resting"] for of in found)),
-        "peak of an update": (sum(parts.values()), max(of["update"][first] for of in found)),
+        "loaded": (max(of["parameters"] for of in stages), max(of["loaded"] for of in found)),
+        "between updates": (
+            max(of["parameters"] + of["moments"] for of in stages),
+            max(of["resting"] for of in found),
+        ),
+        "peak of an update": (max(sum(of.values()) for of in stages), max(of["update"][first] for of in found)),
     }
 
 
@@ -482,17 +585,17 @@ def measurements(meshes: Sequence[Sizes], factors: Sequence[int], folder: Path) 
             peaks = [max(of[kind][factor] for of in found) for factor in factors]
             rows = [f"{peak / MIB:.0f} ({peak / peaks[0]:.3f})" for peak in peaks]
             flat.append([*named, kind, *rows])
-    text = markdown(["shard", "context", "tensor", "what", "formula, MiB", "measured", "measured / formula"], against)
+    text = markdown([*SIZES, "what", "formula, MiB", "measured", "measured / formula"], against)
     if flat:
         tokens = parts[0]["ranks"][0]["tokens"]
-        head = ["shard", "context", "tensor", "peak of, MiB", *(f"{f} prompts, {tokens[f]:,} tokens" for f in factors)]
+        head = [*SIZES, "peak of, MiB", *(f"{f} prompts, {tokens[f]:,} tokens" for f in factors)]
         text += "\n\n" + markdown(head, flat)
     return text, parts
 
 
 def _sizes(text: str) -> Sizes:
-    shard, context, tensor = [*map(int, text.split(",")), 1, 1][:3]
-    return shard, context, tensor
+    shard, context, tensor, pipeline = [*map(int, text.split(",")), 1, 1, 1][:4]
+    return shard, context, tensor, pipeline
 
 
 def main() -> None:
@@ -508,20 +611,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8_192, help="of a micro-batch")
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, default=8, help="of an update on a data rank")
     parser.add_argument("--meshes", action="store_true", help="one role after the other, cut in several ways")
+    parser.add_argument("--stages", action="store_true", help="an actor, cut in pipeline stages")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument(
-        "--shards", type=_sizes, nargs="+", default=[(n, 1, 1) for n in (1, 2, 4)], help="or shard,context,tensor"
-    )
+        "--shards", type=_sizes, nargs="+", default=[(n, 1, 1, 1) for n in (1, 2, 4)],
+        help="or shard,context,tensor,pipeline",
+    )  # fmt: skip
     parser.add_argument("--flat", type=int, nargs="+", default=[1], help="prompts per step")
     parser.add_argument("--keep-freed", action="store_true")
     args = parser.parse_args()
     if not args.measure:
         how = How(
-            context=args.context, tensor=args.tensor, recompute=args.recompute, tokens=args.tokens,
-            forward_tokens=max(args.tokens, 16_384),
+            context=args.context, tensor=args.tensor, pipeline=args.pipeline, recompute=args.recompute,
+            tokens=args.tokens, forward_tokens=max(args.tokens, 16_384), micro_batches=args.micro_batches,
         )  # fmt: skip
-        print(tables(args.model, args.devices, args.gib, how, meshes=args.meshes))
+        print(tables(args.model, args.devices, args.gib, how, meshes=args.meshes, stages=args.stages))
         return
     if not args.keep_freed:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
