@@ -126,7 +126,7 @@ def results(folder: Path, alone: list[Any]) -> list[dict[str, Any]]:
         "adapters without stages": (resumed, path, of("adapters_s"), 4, LORA),
         "offloaded in stages": (ranks.offloaded, path, of("away_s"), STAGES, {}),
     }
-    of_ranks = run_ranks(4, ranks.run_calls, list(calls.values()))
+    of_ranks = run_ranks(4, ranks.run_calls, list(calls.values()), limit_s=300)
     return [dict(zip(calls, found, strict=True)) for found in of_ranks]
 
 
