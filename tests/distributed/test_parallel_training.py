@@ -60,7 +60,8 @@ def test_every_mesh_trains_as_one_process(world: int, tolerances: dict[torch.dty
     cases = [of_mesh for of_mesh in all_cases() if of_mesh.world == world]
     first, *others = rank_forks.run_ranks(world, ranks.all_trained, cases, limit_s=900)
     for of_mesh, found in first.items():
-        ranks.check(of_mesh, found, alone(of_mesh.alone), *tolerances[torch.float64])
+        largest = ranks.check(of_mesh, found, alone(of_mesh.alone), *tolerances[torch.float64])
+        assert largest["gradients"] <= 1e-12, (of_mesh, largest)
         for other in (of_rank[of_mesh] for of_rank in others):
             assert other["metrics"] == found["metrics"], of_mesh
             assert all(torch.equal(other["weights"][n], values) for n, values in found["weights"].items()), of_mesh

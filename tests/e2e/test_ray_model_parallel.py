@@ -1,5 +1,5 @@
-"""PPO whose roles are cut by tensor, context and shard on a Ray of this machine: the run of one process, whoever dies
-and whatever mesh goes on.
+"""PPO whose roles are cut by tensor, context, shard and pipeline stages on a Ray of this machine: the run of one
+process, whoever dies and whatever mesh goes on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,26 @@ PIPELINED = {
         "engine": {"roles": ["rollout"]},
         "trained": {"roles": ["actor", "critic", "reference"], "processes": 4},
         "frozen": {"roles": ["reward"], "processes": 2},
+    },
+}
+STAGES: dict[str, dict[str, Any]] = {
+    "actor": {"pipeline": 2, "tensor": 2},
+    "critic": {"shard": 2},
+    "reference": {"pipeline": 2, "context": 2},
+    "reward": {"pipeline": 2},
+}
+OTHER_STAGES: dict[str, dict[str, Any]] = {
+    "actor": {"shard": 2, "pipeline": 2},
+    "critic": {"pipeline": 2},
+    "reference": {"shard": 2},
+    "reward": {"tensor": 2},
+}
+STAGED = {
+    "type": "pipelined",
+    "pools": {
+        "engine": {"roles": ["rollout"]},
+        "policies": {"roles": ["actor", "reference"], "processes": 4},
+        "judges": {"roles": ["critic", "reward"], "processes": 2},
     },
 }
 FIGURES = (
@@ -113,6 +133,30 @@ def test_a_run_on_meshes_goes_on_when_a_rank_dies_and_another_mesh_takes_it_up(
     back = recipes["rl"](output_dir="parallel-back", **steps)
     taken_up("parallel", back, world, quartet)
     check_alike(alone, Path("parallel-back"), metrics_of)
+
+
+def test_a_run_in_stages_goes_on_when_a_rank_dies_and_other_stages_take_it_up(
+    ray_cluster: Any,
+    alone: Path,
+    world: Any,
+    recipes: Any,
+    quartet: Callable[..., Any],
+    metrics_of: Any,
+    steps: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rank that dies has the last stage, whose embedding is tied to that of the first one."""
+    whole = recipes["rl"](output_dir="staged", placement=STAGED, cluster=RAY, **steps)
+    with monkeypatch.context() as patched:
+        killed = kill_once(patched, "actor", "update", rank=3, after=1)
+        found = quartet("rl", world.recipe("staged", cut(whole, STAGES)))
+    assert found.status == 0, found.err
+    assert killed and "rank 3 of group 'policies' died" in " ".join((found.out + found.err).split())
+    check_alike(alone, Path("staged"), metrics_of)
+
+    back = cut(recipes["rl"](output_dir="staged-back", placement=STAGED, cluster=RAY, **steps), OTHER_STAGES)
+    taken_up("staged", back, world, quartet)
+    check_alike(alone, Path("staged-back"), metrics_of)
 
 
 def test_a_role_that_cannot_be_cut_so_is_named_before_workers_start(

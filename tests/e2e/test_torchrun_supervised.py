@@ -71,7 +71,9 @@ def agree(one: Path, many: Path, metrics_of: Callable[[Path], list[dict[str, flo
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("cut", ["shard", "pipeline"])
 def test_two_ranks_train_as_one_process_and_go_on_after_a_death(
+    cut: str,
     torchrun: Callable[..., tuple[int, str]],
     world: Any,
     recipes: Any,
@@ -79,25 +81,27 @@ def test_two_ranks_train_as_one_process_and_go_on_after_a_death(
     metrics_of: Any,
     same_run: Any,
 ) -> None:
-    """Each holds half of the model. The second run, with weights and optimizer in host memory, loses a rank; torchrun
-    starts it anew, and it goes on with the bits of the first.
+    """Each holds half of every weight, or half of the layers. The second run, with weights and optimizer in host
+    memory, loses a rank; torchrun starts it anew, and it goes on with the bits of the first.
     """
 
     def recipe(name: str) -> str:
         checkpoint = {"every_steps": 2, "background": False}
         return world.recipe(name, recipes["sft"](output_dir=name, checkpoint=checkpoint, **HELD_OUT))
 
-    assert quartet("sft", recipe("torchrun-one")).status == 0
-    status, said = torchrun("sft", recipe("torchrun-two"), "sharding.shard=2")
+    one, two, dead = Path("torchrun-one"), Path(f"torchrun-{cut}"), Path(f"torchrun-{cut}-dead")
+    if not one.exists():
+        assert quartet("sft", recipe(one.name)).status == 0
+    status, said = torchrun("sft", recipe(two.name), f"sharding.{cut}=2")
     assert status == 0, said
-    assert said.count("model: torchrun-two/model") == 1, "one rank speaks"
-    agree(Path("torchrun-one"), Path("torchrun-two"), metrics_of)
+    assert said.count(f"model: {two}/model") == 1, "one rank speaks"
+    agree(one, two, metrics_of)
 
-    parts = "sharding={shard: 2, cpu_offload: true}"
-    status, said = torchrun("sft", recipe("torchrun-dead"), parts, kill=4, restarts=1)
+    parts = f"sharding={{{cut}: 2, cpu_offload: true}}"
+    status, said = torchrun("sft", recipe(dead.name), parts, kill=4, restarts=1)
     assert status == 0 and "exitcode: -9" in said, said
     assert "error: a worker of the run died" in said and "begins anew" not in said, said
-    same_run(Path("torchrun-two"), Path("torchrun-dead"))
+    same_run(two, dead)
 
 
 def test_after_memory_ran_out_on_a_rank_torchrun_goes_on_with_half_the_budget(
@@ -121,7 +125,7 @@ def test_after_memory_ran_out_on_a_rank_torchrun_goes_on_with_half_the_budget(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("cut", ["copies", "tensor"])
+@pytest.mark.parametrize("cut", ["copies", "tensor", "pipeline"])
 def test_one_process_goes_on_with_what_two_ranks_have_saved(
     cut: str,
     torchrun: Callable[..., tuple[int, str]],

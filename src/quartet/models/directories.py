@@ -508,7 +508,10 @@ def save_gathered(packed: PackedModel, path: Path, gather: GatherFunctions, *, n
         outline = {
             n: _meta(t, (len(t) + new_rows[n], *t.shape[1:]) if new_rows[n] else t.shape) for n, t in state.items()
         }
-        outline = remove_tied_weights_from_state_dict(outline, twin)
+        # What is on the meta device here has no memory by which its ties are known; of a stage not even modules.
+        kept = remove_tied_weights_from_state_dict(dict(outline), model if packed.stage is None else twin)
+        of_kept = {id(state[name]) for name in kept}
+        outline = {n: t for n, t in outline.items() if n in kept or id(state[n]) not in of_kept}
         outline = {
             name: tensor for name, tensor in outline.items() if name not in (model._keys_to_ignore_on_save or ())
         }

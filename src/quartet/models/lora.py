@@ -108,6 +108,7 @@ class Adapters:
         self.digest: Callable[[Iterable[tuple[str, Tensor]]], str] = named_tensors_digest
         self._is_in = True
         self._is_folded = False
+        self._transposed = all(isinstance(layer.base, Conv1D) for layer in layers)
         self.stage: Any = None
 
     @cached_property
@@ -292,7 +293,7 @@ class Adapters:
             config = _peft_config(
                 self.config,
                 self._target_names,
-                [layer.base for layer in self.layers],
+                transposed=self._transposed,
                 task_type="SEQ_CLS" if self.heads else "CAUSAL_LM",
                 modules_to_save=self.heads or None,
                 base_model_name_or_path=str(self._model.name_or_path),
@@ -333,7 +334,8 @@ def attach_adapters(
     names = _target_names(model, targets, config)
     paths = {id(module): path for path, module in model.named_modules()}
     bases = list(targets.values())
-    _inject(model, _peft_config(config, names, bases), {paths[id(base)] for base in bases})
+    transposed = all(isinstance(base, Conv1D) for base in bases)
+    _inject(model, _peft_config(config, names, transposed=transposed), {paths[id(base)] for base in bases})
     layers = []
     for base in bases:
         path = paths[id(base)]
@@ -432,14 +434,14 @@ def _target_names(model: nn.Module, targets: Mapping[str, nn.Linear], config: Lo
     return short if found == ids else [name for name, module in model.named_modules() if id(module) in ids]
 
 
-def _peft_config(config: LoRAConfig, names: list[str], bases: list[nn.Linear], **options: Any) -> Any:
+def _peft_config(config: LoRAConfig, names: list[str], *, transposed: bool, **options: Any) -> Any:
     return _peft().LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=list(names),
         lora_dropout=0.0,
         bias="none",
-        fan_in_fan_out=all(isinstance(base, Conv1D) for base in bases),
+        fan_in_fan_out=transposed,
         **options,
     )
 

@@ -176,9 +176,7 @@ class PackedModel:
             missing = self.num_rows(num_tokens) - num_tokens
             input_ids, position_ids = F.pad(input_ids, (0, missing)), F.pad(position_ids, (0, missing))
             received = received if received is None else F.pad(received, (0, 0, 0, missing))
-        if self.stage is not None:
-            self.stage.received = received if received is None else received.unsqueeze(0)
-        with self.autocast():
+        with self.autocast(), self._receiving(received):
             output = self.body(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
@@ -186,13 +184,22 @@ class PackedModel:
                 use_cache=False,
                 quartet_attention=context,
             )
-        if self.stage is not None:
-            self.stage.received = None  # or it would live as long as the model
         if not isinstance(getattr(output, "last_hidden_state", None), Tensor):
             raise TypeError(f"{type(self.body).__name__} gives no last_hidden_state, but a {type(output).__name__}")
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         # A slice of all rows would cost a copy in the backward.
         return hidden[:num_tokens] if missing else hidden
+
+    @contextlib.contextmanager
+    def _receiving(self, received: Tensor | None) -> Iterator[None]:
+        """Gives the stage what it received, within the block alone: else it would live as long as the model."""
+        if self.stage is not None:
+            self.stage.received = received if received is None else received.unsqueeze(0)
+        try:
+            yield
+        finally:
+            if self.stage is not None:
+                self.stage.received = None
 
     def adapt(self, config: LoRAConfig, *, seed: int) -> None:
         """Puts fresh LoRA adapters in and freezes the rest of the model, but for a scalar head.
@@ -243,7 +250,7 @@ class PackedModel:
 
     def forget(self, gone: Collection[nn.Module]) -> None:
         """Lets go of modules that other ranks have from now on. What it says of the whole model it goes on saying."""
-        _ = self.token_cost, self._row_step
+        _ = self.token_cost, self._row_step, self._dropout_warning
         self._checkpointed = [module for module in self._checkpointed if module not in gone]
         self._fused = [module for module in self._fused if module not in gone]
         self.disabled_dropout = [dropout for dropout in self.disabled_dropout if dropout.module not in gone]
@@ -268,6 +275,13 @@ class PackedModel:
         restore_forwards(self._fused)
 
     @cached_property
+    def _dropout_warning(self) -> str | None:
+        if not self.disabled_dropout:
+            return None
+        first, places = self.disabled_dropout[0], len(self.disabled_dropout)
+        return f"dropout set to 0 in {places} places (first {first.name}, was {first.rate:g})"
+
+    @cached_property
     def _row_step(self) -> int:
         return row_multiple(self.body)
 
@@ -275,10 +289,8 @@ class PackedModel:
     def warnings(self) -> tuple[str, ...]:
         """What was left out of the model or changed about it, in words, for the run's log."""
         found = list(load_warnings(self.model))
-        if self.disabled_dropout:
-            first = self.disabled_dropout[0]
-            places = len(self.disabled_dropout)
-            found.append(f"dropout set to 0 in {places} places (first {first.name}, was {first.rate:g})")
+        if self._dropout_warning is not None:
+            found.append(self._dropout_warning)
         if not self.shares_prefixes:
             found.append(
                 f"{type(self.model).__name__}: prompts are computed for every response; {self.unshared_because}"

@@ -67,6 +67,14 @@ from quartet.train.token_budget import TokenBudget
 _PARTS_OF: dict[LeaseMode, tuple[OffloadPart, ...]] = {"forward": ("params",), "generate": ("params",), "train": PARTS}
 
 
+def same_for_all(layout: RankLayout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    return [(args, kwargs)] * layout.world_size
+
+
+def _largest(layout: RankLayout, found: list[dict[LeaseMode, int]]) -> dict[LeaseMode, int]:
+    return {mode: max(sizes[mode] for sizes in found) for mode in found[0]}
+
+
 class Offloadable(ABC):
     """A worker with parts that move, once ``make_offloadable`` was called."""
 
@@ -109,10 +117,10 @@ class Offloadable(ABC):
         assert self._parts is not None, "its pool has a budget"
         return self._parts
 
-    @dispatch(RANK_ZERO)
+    @dispatch(CustomDispatch(same_for_all, _largest))
     @abstractmethod
     def sizes(self) -> dict[LeaseMode, int]:
-        """Returns the bytes that must be on the device in each mode."""
+        """Returns the bytes that must be on the device in each mode: of several ranks the most."""
 
     @abstractmethod
     def _offload(self, store: OffloadStore) -> Offload:
@@ -121,10 +129,6 @@ class Offloadable(ABC):
 
 def _with_rank(layout: RankLayout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     return [(args, {**kwargs, "rank": rank}) for rank in range(layout.world_size)]
-
-
-def same_for_all(layout: RankLayout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    return [(args, kwargs)] * layout.world_size
 
 
 def _all_files(layout: RankLayout, found: list[dict[str, FileDigest] | None]) -> dict[str, FileDigest] | None:

@@ -76,7 +76,6 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.AdamW
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
@@ -405,7 +404,7 @@ class TrainEngine(Generic[Model]):
 
         What is offloaded comes from host memory; what other stages have is on the meta device.
         """
-        return ((n, p.detach() if n in self.trained else p) for n, p in self.packed.complete_trained().items())
+        return ((name, tensor.detach()) for name, tensor in self.packed.complete_trained().items())
 
     # Room on the device ----------------------------------------------------------------------------------
 

@@ -149,7 +149,10 @@ def _columns(
         make_passes(micro_batches, gradients=False)
         return found
     root.make_passes(micro_batches, gradients=False)
-    return root.from_last_stage(found)
+    if root.pipeline is None:
+        return found
+    of_host: Columns = tuple({n: v.to(batch.device) for n, v in part.items()} for part in found)  # type: ignore[assignment]
+    return root.from_last_stage(of_host)
 
 
 def _exchange(packed: PackedModel) -> RankExchange | None:

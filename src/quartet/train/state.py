@@ -110,7 +110,9 @@ def check_state_fits(live: Mapping[str, Shape], saved: Mapping[str, Shape], reme
 
 def saved_here(saved: Mapping[str, Shape], packed: PackedModel) -> dict[str, Shape]:
     """Returns what a rank reads of a saved state: all but what other stages have."""
-    gone = packed.stage.gone if packed.stage is not None else set()
+    if packed.stage is None:
+        return dict(saved)
+    gone = packed.stage.elsewhere(packed.model.state_dict())
     return {name: shape for name, shape in saved.items() if parameter_name(name) not in gone}
 
 

@@ -141,11 +141,13 @@ def test_an_engine_in_a_process_of_its_own_gets_them(run: Any) -> None:
     assert all(row["heads/tokens"] > 0 and row["rollout/draft_acceptance"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("axis", ["context", "tensor"])
+@pytest.mark.parametrize("axis", ["pipeline", "context", "tensor"])
 def test_states_in_parts_are_refused(axis: str) -> None:
     sharding = ShardingConfig(**{axis: 2})
     speculation = MedusaSpeculation(path="heads", train=HeadTraining())
-    with pytest.raises(UserError, match=r"rollout.speculation.train learns from hidden states .* actor.sharding"):
+    with pytest.raises(
+        UserError, match=rf"rollout.speculation.train learns from hidden states .*{axis} 2.*shard alone"
+    ):
         RLRecipe(actor=ActorConfig(sharding=sharding), rollout=RolloutConfig(speculation=speculation))
 
 

@@ -118,7 +118,21 @@ def test_every_method_is_one_line_and_comes_back_from_its_file(name: str, tmp_pa
                 "actor.sharding.tensor=2",
                 "actor.train.compile=true",
             ],
-            "actor.sharding.tensor 2: layers exchange rows within, which torch.compile cannot follow",
+            "actor.sharding.tensor is 2: processes exchange rows within a pass, which torch.compile cannot follow",
+        ),
+        (
+            [
+                "placement={type: full_offload, pool: {processes: 2}}",
+                "critic.sharding.pipeline=2",
+                "critic.train.compile=true",
+            ],
+            "critic.sharding.pipeline is 2: processes exchange rows within a pass, which torch.compile cannot follow; "
+            "leave train.compile out, or use shard alone",
+        ),
+        (
+            ["placement={type: full_offload, pool: {processes: 6}}", "actor.sharding={pipeline: 2, tensor: 2}"],
+            "actor.sharding is pipeline 2 × tensor 2, but the model has 6 processes, of which the product must be a "
+            "divisor: 1, 2, 3, 6",
         ),
         (
             ["placement={type: full_offload, pool: {processes: 2}}", "actor.sharding.cpu_offload=true"],

@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 import pipeline_ranks as ranks
 from pipeline_ranks import Case
 from quartet.config import UserError
+from quartet.config.common import LoRAConfig
+from quartet.models.loading import load_causal_lm
 from quartet.models.packed_model import PackedCausalLM, PackedModel, decoder_layers
 from quartet.train.forward import PackedPass
+from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.pipeline import ModelParts, Stage, order_of, split_layers
 from sharded_ranks import make_batch, objectives
 
@@ -287,6 +291,29 @@ def test_a_stage_lets_go_of_the_rest_and_speaks_of_the_whole(case) -> None:
             own = packed.adapters.trained
             assert own.keys() == whole.adapters.trained.keys() & dict(packed.model.named_parameters()).keys() != set()
             assert all(torch.equal(p, weights[name]) for name, p in own.items())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_stage_without_contents_reads_its_own(lora, tmp_path: Path) -> None:
+    """Tied weights stay one, and adapters know which parameters are theirs."""
+    case = Case("sft", 2, tied=True, lora=lora, dtype=torch.float32)
+    whole = ranks.make_packed(case)
+    with whole.without_adapters():
+        whole.model.save_pretrained(tmp_path)
+        assert whole.adapters is None or whole.adapters.reset(3) is None
+    expected = dict(whole.model.named_parameters(remove_duplicate=False))
+    for index in range(2):
+        packed = PackedCausalLM(load_causal_lm(str(tmp_path), empty=True))
+        if lora:
+            packed.adapt(LoRAConfig(rank=2, alpha=4.0), seed=0)
+        stage = Stage.cut(packed, index, 2)
+        load_shares(packed, str(tmp_path), seed=3)
+        found = dict(packed.model.named_parameters(remove_duplicate=False))
+        assert all(torch.equal(p, expected[name]) for name, p in found.items())
+        pair = {id(found[name]) for name in ("model.embed_tokens.weight", "lm_head.weight") if name in found}
+        assert len(pair) == 1 and len(stage.tied) == 1
+        if packed.adapters is not None:
+            assert packed.adapters.trained == {n: p for n, p in found.items() if p.requires_grad} != {}
 
 
 def test_a_tied_weight_counts_once() -> None:

@@ -56,6 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, build_architecture: Any) ->
         shutil.copytree(folder / "causal", folder / name)
     torch.save(tensors, folder / "pickled" / "pytorch_model.bin")
     (folder / "pickled" / "model.safetensors").unlink()
+    shutil.copytree(folder / "causal", folder / "untied")  # though its config says otherwise
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+    save_file(tensors | head, folder / "untied" / "model.safetensors", metadata={"format": "pt"})
     shared = tensors.pop("model.embed_tokens.weight")
     noted = {"format": "pt", "model.embed_tokens.weight": "lm_head.weight"}
     for names in TIED_NAMES:
@@ -94,6 +97,8 @@ def results(folder: Path, alone: list[Any]) -> list[dict[str, Any]]:
         "exported": (exported, path, of("exported"), "causal", {}, tokenizer, CONTEXT),
         "exported scalar": (exported, scalar, of("exported_scalar"), "scalar", LORA, tokenizer, SHARDED),
         "exported experts": (exported, of("qwen3_moe"), of("exported_moe"), "causal", {}, tokenizer, 4),
+        "exported untied": (exported, of("untied"), of("exported_untied"), "causal", {}, tokenizer, SHARDED),
+        "exported untied of stages": (exported, of("untied"), of("untied_s"), "causal", {}, tokenizer, STAGES),
         "synced": (ranks.synced, path, SHARDED),
         "workers": (ranks.sync_of_workers, path, CONTEXT),
         "saved": (saved, path, of("sharded"), SHARDED),
@@ -121,7 +126,7 @@ def results(folder: Path, alone: list[Any]) -> list[dict[str, Any]]:
         "adapters without stages": (resumed, path, of("adapters_s"), 4, LORA),
         "offloaded in stages": (ranks.offloaded, path, of("away_s"), STAGES, {}),
     }
-    of_ranks = run_ranks(4, ranks.run_calls, list(calls.values()))
+    of_ranks = run_ranks(4, ranks.run_calls, list(calls.values()), limit_s=300)
     return [dict(zip(calls, found, strict=True)) for found in of_ranks]
 
 

@@ -78,14 +78,14 @@ class ProcessScoreWorker(ScoreWorker):
         self._role = role
 
     def forward(self, batch: RaggedBatch, needs: ForwardNeeds) -> ColumnSet:
-        if not len(batch):
-            return ColumnSet(())
         role = self._role
         ends = [t for s in range(len(batch)) for t in step_ends(batch, s, role.policy_codec, role.separator)]
         mask_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
         mask_T[ends] = True
-        found = super().forward(batch.with_token(step_mask=mask_T), needs).token["step_scores"]
-        return ColumnSet(batch.ids, {"step_scores": found, "step_mask": mask_T})
+        found = super().forward(batch.with_token(step_mask=mask_T), needs).token
+        if not len(batch):  # other ranks have made passes meanwhile
+            return ColumnSet(())
+        return ColumnSet(batch.ids, {"step_scores": found["step_scores"], "step_mask": mask_T})
 
 
 class ProcessScorer(EpisodeScorer):

@@ -77,8 +77,15 @@ def load_shares(
 def _allocate(packed: PackedModel, device: torch.device) -> None:
     """Makes memory for what is on the meta device: parameters of this rank's shards, and buffers."""
     root = sharded(packed)
-    # The root, since torch notes there which memory it gathers from.
-    (root or packed.model).to_empty(device=torch.device("cpu") if root is not None and root.stays_on_host else device)
+    on_host = root is not None and root.stays_on_host
+    swapped = torch.__future__.get_swap_module_params_on_conversion()
+    # So that parameters stay the same objects: tied, and known to adapters. Those of DTensors always do.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        # The root, since torch notes there which memory it gathers from.
+        (root or packed.model).to_empty(device=torch.device("cpu") if on_host else device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swapped)
     for module in packed.model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))

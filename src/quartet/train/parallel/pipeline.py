@@ -273,20 +273,19 @@ class Stage:
         return stage
 
     def counts(self, name: str) -> bool:
-        """Tells whether this stage counts a parameter's gradient in the norm, and gives it away: what two have, the
-        first one does.
+        """Tells whether this stage counts a parameter's gradient in the norm, and gives it away: of what several have,
+        the first one does.
         """
-        return self.index == 0 or name not in self.tied
+        known = self.trained.get(name) or self.state.get(name)
+        return known is None or known[1].stage == self.index
 
     def complete(self, outline: Outline, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns all that is in ``outline``, in the model's order: of this stage's from ``own``, tied ones once."""
         return {name: own[first] if there.stage == self.index else there for name, (first, there) in outline.items()}
 
-    @property
-    def gone(self) -> set[str]:
-        """Names of what only other stages have."""
-        every = {**self.state, **self.trained}
-        return {name for name, (_, there) in every.items() if there.stage != self.index} - set(self.tied)
+    def elsewhere(self, own: Collection[str]) -> set[str]:
+        """Returns names of what only other stages have; ``own`` are the names of what is here."""
+        return (self.state.keys() | self.trained.keys()) - set(own)
 
 
 def _outline(named: Mapping[str, Tensor], stage_of: Mapping[str, int], known: dict[int, Elsewhere]) -> Outline:
@@ -370,9 +369,11 @@ class Pipeline:
     """
 
     def __init__(self, packed: PackedModel, stage: Stage, group: dist.ProcessGroup) -> None:
-        self._packed, self._stage, self._group, self._work = packed, stage, group, packed.work
+        self._stage, self._group, self._work = stage, group, packed.work
         # nccl wants all ranks in a group's first call.
         dist.barrier(group)
+        on_gpu = "nccl" in dist.get_backend(group)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def make_passes(self, micro_batches: Sequence[Callable[[], MicroBatch]], *, gradients: bool) -> None:
         """Makes all passes. Each of ``micro_batches`` lays one out, as late as can be."""
@@ -381,23 +382,25 @@ class Pipeline:
         for kind, i in order_of(index, self._stage.stages, len(micro_batches), gradients=gradients):
             one = _Alive(micro_batches[i]()) if kind == "forward" else alive.pop(i)
             source = index - 1 if kind == "forward" else index + 1
-            place = torch.empty(one.num_rows, self._stage.width, dtype=self._stage.dtype, device=self._packed.device)
-            received, made = self._exchange(made, target, place, source), None
+            place = torch.empty(one.num_rows, self._stage.width, dtype=self._stage.dtype, device=self._device)
+            received, made = self._pass_on(made, target, place, source), None
             if kind == "forward":
                 made, target = one.forward(received), index + 1
             else:
                 made, target = one.backward(received), index - 1
             if kind == "forward" and gradients:
                 alive[i] = one
-        self._exchange(made, target)
+        self._pass_on(made, target)
 
     def sum_tied(self, gradients: Sequence[Tensor]) -> None:
         """Adds up gradients of what the first and the last stage have both, each of which gives the same parts."""
         other = self._stage.stages - 1 - self._stage.index
         for gradient in gradients:
-            theirs = torch.empty_like(gradient)
-            self._exchange(gradient, other, theirs, other)
-            gradient.add_(theirs)
+            here = gradient.to(self._device)  # it may be offloaded
+            theirs = torch.empty_like(here)
+            self._exchange(here, other, theirs, other)
+            self._work.sent["pipeline"] += here.nbytes
+            gradient.copy_(here + theirs)
 
     def bring(self, tensor: Tensor, whole: Tensor | None, *, is_first: bool, everywhere: bool = False) -> Tensor | None:
         """Brings a whole tensor from the stage that has it to the first one, or to all. All stages call it.
@@ -411,9 +414,9 @@ class Pipeline:
         holder = tensor.stage if isinstance(tensor, Elsewhere) else index
         if not everywhere and (holder == 0 or not is_first):
             return whole if index == 0 else None
-        place = whole.contiguous() if whole is not None else None
+        place = whole.to(self._device).contiguous() if whole is not None else None
         if place is None and (everywhere or index == 0):
-            place = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._packed.device)
+            place = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         if everywhere:
             assert place is not None
             dist.broadcast(place, group=self._group, group_src=holder)
@@ -422,13 +425,18 @@ class Pipeline:
         return self._exchange(sent, 0, place if index == 0 else None, holder if index == 0 else -1)
 
     def from_last(self, value: T) -> T:
-        """Returns on all stages what the last one has."""
-        found: list[Any] = [value]
-        dist.broadcast_object_list(
-            found, group=self._group, group_src=self._stage.stages - 1, device=self._packed.device
-        )
+        """Returns on all stages what the last one has, in host memory."""
+        found: list[Any] = [value if self._stage.is_last else None]
+        dist.broadcast_object_list(found, group=self._group, group_src=self._stage.stages - 1, device=self._device)
         last: T = found[0]
         return last
+
+    def _pass_on(
+        self, made: Tensor | None, target: int, place: Tensor | None = None, source: int = -1
+    ) -> Tensor | None:
+        if made is not None and target in range(self._stage.stages):
+            self._work.sent["pipeline"] += made.nbytes
+        return self._exchange(made, target, place, source)
 
     def _exchange(
         self, made: Tensor | None, target: int, place: Tensor | None = None, source: int = -1
@@ -438,9 +446,8 @@ class Pipeline:
         """
         stages, under_way = range(self._stage.stages), []
         if made is not None and target in stages:
-            made = made.contiguous()
-            under_way.append(dist.P2POp(dist.isend, made, group=self._group, group_peer=target))
-            self._work.sent["pipeline"] += made.nbytes
+            sent = made.contiguous()
+            under_way.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=target))
         if place is not None and source in stages:
             under_way.append(dist.P2POp(dist.irecv, place, group=self._group, group_peer=source))
         for work in dist.batch_isend_irecv(under_way) if under_way else ():
