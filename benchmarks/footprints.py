@@ -164,7 +164,7 @@ def stages_of(shape: Shape, how: How, *, scalar: bool = False) -> list[Stage]:
         untied = 0 if shape.tied else logits
         alive = min(how.pipeline - index, how.micro_batches)
         twice = whole and shape.tied and not scalar
-        found.append(Stage(len(layers), embedding, untied, logits, twice, alive, 0 if whole else 2))
+        found.append(Stage(len(layers), embedding, untied, logits, twice, alive, 0 if whole else 3))
     return found
 
 
@@ -218,8 +218,12 @@ def training_stage(shape: Shape, how: How, stage: Stage) -> dict[str, float]:
     cut = how.parts > 1 or (how.bf16 and how.tensor * how.pipeline > 1)
     # A gathered layer, and the next one: each with the buffer that it is copied from. What is around the layers stays.
     gathered = 4 * around + 4 * how.width * layer if cut else (2 * (weights - around) if how.bf16 else 0)
-    # Of a layer: as autograd leaves them, laid out to be sent in fp32, and where order counts the addends.
-    sums = 4 * stage.logits + (how.width + 4 + 4 * how.ordered) * layer if cut else 4 * around * stage.twice
+    # Of a layer: as autograd leaves them, laid out to be sent in fp32, and where order counts the addends. Of what is
+    # not cut a matrix's, until it is added to the gradient of other micro-batches.
+    sums = 4 * stage.logits + (how.width + 4 + 4 * how.ordered) * layer
+    if not cut:
+        added = max(stage.logits, shape.hidden * shape.inner) if how.micro_batches > 1 else 0
+        sums = 4 * max(around * stage.twice, added)
     kept = how.tokens * every * stage.layers
     read = min(how.chunk, how.tokens) * shape.vocab * how.width + (4 * stage.logits if how.bf16 else 0)
     # Behind the last layer: gradients of what is around the layers, laid out, and the addends. Just before, a tied

@@ -17,11 +17,12 @@ from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.tensors import local
 
 Way = tuple[dict[str, Any], int, Any, bool]
-"""Sizes of a Llama as ``LlamaConfig`` takes them, tokens of its one sequence, ``activation_checkpointing``, bf16."""
+"""Sizes of a Llama as ``LlamaConfig`` takes them, tokens of a sequence, ``activation_checkpointing``, bf16."""
 
 
 def peaks_of_updates(sizes: dict[str, int], ways: list[Way], chunk: int) -> list[int]:
-    """Bytes that a second update takes at most, weights and moments included, in each way.
+    """Bytes that a second update takes at most, weights and moments included, in each way. It has as many micro-batches
+    as there are pipeline stages, of one sequence each.
 
     Args:
         sizes: of the mesh.
@@ -38,8 +39,10 @@ def peak_of_update(mesh: Mesh, way: Way, chunk: int) -> int:
     packed = PackedCausalLM(model, "bf16" if bf16 else "fp32", activation_checkpointing=recompute)
     config = TrainConfig(token_budget=tokens, logprob_chunk=chunk, activation_checkpointing=recompute)
     engine = TrainEngine(packed, config, total_steps=10, mesh=mesh)
-    ids = torch.randint(shape["vocab_size"], (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = RaggedBatch.from_sequences([ids], ["0"], token={"loss_mask": torch.arange(tokens) > 0})
+    num = mesh.pipeline * mesh.num_data_ranks
+    ids = torch.randint(shape["vocab_size"], (num, tokens), generator=torch.Generator().manual_seed(0)).tolist()
+    mask = torch.arange(num * tokens) % tokens > 0
+    batch = RaggedBatch.from_sequences(ids, [*map(str, range(num))], token={"loss_mask": mask})
     engine.train_step(batch, SFTObjective())  # makes the moments; gradients are given up behind it
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engine.train_step(batch, SFTObjective())

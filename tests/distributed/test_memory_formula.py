@@ -33,14 +33,14 @@ def footprints(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("footprints")
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 2)], ids=str)
-def test_tensors_of_an_update_take_what_the_formula_says(footprints: Any, sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (1, 2, 2, 1), (2, 1, 1, 2), (1, 1, 2, 2)], ids=str)
+def test_tensors_of_an_update_take_what_the_formula_says(footprints: Any, sizes: tuple[int, int, int, int]) -> None:
     """Not more, and not much less: of a few layers the formula counts gradients of all when one is still gathered."""
     ways = [llama(footprints.Shape(**shape), *rest) for shape, *rest in CASES]
-    mesh = dict(zip(("shard", "context", "tensor"), sizes, strict=True))
+    mesh, stages = dict(zip(footprints.SIZES, sizes, strict=True)), sizes[3]
     found = run_ranks(math.prod(sizes), peaks_of_updates, mesh, ways, CHUNK)
     for (shape, tokens, recompute, bf16), live in zip(CASES, map(max, zip(*found, strict=True)), strict=True):
-        how = footprints.How(*sizes, bf16, str(recompute).lower(), tokens, tokens, CHUNK, ordered=True)
+        how = footprints.How(*sizes, bf16, str(recompute).lower(), tokens, tokens, stages, CHUNK, ordered=True)
         formula = sum(footprints.training(footprints.Shape(**shape), how).values())
         assert 0.8 < live / formula < 1.01, (recompute, bf16, shape)
 

@@ -190,6 +190,24 @@ def test_the_memory_formula_has_the_weights_of_the_models(bench: Modules) -> Non
     assert parts["gathered"] == pytest.approx(4 * 2 * 233e6 + 2 * 4 * 545e6, rel=1e-3)
 
 
+def test_the_memory_formula_has_what_pipeline_stages_have_and_keep(bench: Modules) -> None:
+    shape, prints = bench.footprints.Shape(10, 64, 160, 4, 2, 4096, tied=True), bench.footprints
+    how = prints.How(bf16=False, recompute="true", tokens=100, pipeline=4, micro_batches=3)
+    stages = prints.stages_of(shape, how)
+    # The embedding weighs as much as six layers, on both ends.
+    assert [stage.layers for stage in stages] == [1, 4, 4, 1]
+    assert [stage.alive for stage in stages] == [3, 3, 2, 1]  # the first stage has no fourth micro-batch
+    assert [stage.around for stage in stages] == [64 * 4096, 0, 0, 64 * 4096]
+    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
+    parts = [prints.training_stage(shape, how, stage) for stage in stages]
+    assert sum(of["parameters"] for of in parts) == 4 * (shape.weights() + shape.embedding)
+    again = parts[3]["activations"] - 100 * 4 * 64
+    assert [of["activations"] - again for of in parts] == [100 * 4 * 64 * n for n in (3 * 1, 3 * 4, 2 * 4, 1)]
+    peaks = [sum(of.values()) for of in parts]
+    assert sum(prints.training(shape, how).values()) == max(peaks) == peaks[3]
+    assert prints.scoring(shape, how)["parameters"] == 4 * (shape.layer + shape.embedding)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_memory_formula_has_what_a_layer_keeps_for_the_backward(bench: Modules, precision: str) -> None:
     tokens, shape = 96, bench.footprints.Shape(3, 64, 160, 4, 2, 97)
