@@ -132,7 +132,7 @@ class Stage:
         embedding: weights of the embedding, and of a tied head on a stage of its own.
         head: weights of an untied head.
         logits: columns of the head times its rows, where it is computed here.
-        twice: a tied weight is used in both ways here.
+        tied: the embedding's weight is the head's, too; of several stages the first and the last one have it.
         alive: micro-batches whose activations are kept at a time.
         messages: hidden states and their gradients, of one micro-batch, that are there to be sent or were received.
     """
@@ -141,7 +141,7 @@ class Stage:
     embedding: int
     head: int
     logits: int
-    twice: bool
+    tied: bool
     alive: int
     messages: int
 
@@ -163,8 +163,8 @@ def stages_of(shape: Shape, how: How, *, scalar: bool = False) -> list[Stage]:
         embedding = (size if index == 0 else 0) + (logits if shape.tied and not whole else 0)
         untied = 0 if shape.tied else logits
         alive = min(how.pipeline - index, how.micro_batches)
-        twice = whole and shape.tied and not scalar
-        found.append(Stage(len(layers), embedding, untied, logits, twice, alive, 0 if whole else 3))
+        tied = shape.tied and not scalar and embedding > 0
+        found.append(Stage(len(layers), embedding, untied, logits, tied, alive, 0 if whole else 3))
     return found
 
 
@@ -214,6 +214,7 @@ def training_stage(shape: Shape, how: How, stage: Stage) -> dict[str, float]:
     layer, around = shape.layer, stage.around
     weights = stage.layers * layer + around
     every, again = kept_per_token(shape, how)
+    twice, apart = (stage.tied and alone for alone in (how.pipeline == 1, how.pipeline > 1))
     # FSDP copies what it gathers, from one rank, too; under bf16 ranks of a mesh gather so, for rounded weights.
     cut = how.parts > 1 or (how.bf16 and how.tensor * how.pipeline > 1)
     # A gathered layer, and the next one: each with the buffer that it is copied from. What is around the layers stays.
@@ -223,12 +224,12 @@ def training_stage(shape: Shape, how: How, stage: Stage) -> dict[str, float]:
     sums = 4 * stage.logits + (how.width + 4 + 4 * how.ordered) * layer
     if not cut:
         added = max(stage.logits, shape.hidden * shape.inner) if how.micro_batches > 1 else 0
-        sums = 4 * max(around * stage.twice, added)
+        sums = 4 * max(around * twice, added)
     kept = how.tokens * every * stage.layers
     read = min(how.chunk, how.tokens) * shape.vocab * how.width + (4 * stage.logits if how.bf16 else 0)
     # Behind the last layer: gradients of what is around the layers, laid out, and the addends. Just before, a tied
     # weight has a gradient of each of its uses.
-    last = 4 * around * (3 if how.ordered or stage.twice else 2) / how.tensor if cut else 0
+    last = 4 * around * (3 if how.ordered or twice else 2) / how.tensor if cut else 0
     passing = {
         "gathered": gathered / how.tensor,
         "sums": sums / how.tensor,
@@ -237,9 +238,11 @@ def training_stage(shape: Shape, how: How, stage: Stage) -> dict[str, float]:
         "within a layer": how.tokens * within_backward(shape, how),
         "messages": stage.messages * message(shape, how, how.tokens),
     }
-    others = (stage.alive - 1) * kept
-    if sum(passing.values()) <= last + others:
-        passing = {**dict.fromkeys(passing, 0.0), "sums": last, "activations": others}
+    nothing = dict.fromkeys(passing, 0.0)
+    behind = {**nothing, "sums": last, "activations": (stage.alive - 1) * kept}
+    # Behind all passes: the gradient from the other stage that has a tied weight.
+    received = {**nothing, "sums": 4 * shape.embedding * apart / how.ranks}
+    passing = _dearest((passing, behind, received))
     return {
         "parameters": 4 * weights / how.ranks,
         "moments": 8 * weights / how.ranks,

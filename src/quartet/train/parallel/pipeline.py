@@ -400,7 +400,7 @@ class Pipeline:
             theirs = torch.empty_like(here)
             self._exchange(here, other, theirs, other)
             self._work.sent["pipeline"] += here.nbytes
-            gradient.copy_(here + theirs)
+            gradient.copy_(theirs.add_(here))
 
     def bring(self, tensor: Tensor, whole: Tensor | None, *, is_first: bool, everywhere: bool = False) -> Tensor | None:
         """Brings a whole tensor from the stage that has it to the first one, or to all. All stages call it.
