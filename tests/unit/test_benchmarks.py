@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def test_the_memory_formula_has_the_weights_of_the_models(bench: Modules) -> Non
 
 def test_the_memory_formula_has_what_pipeline_stages_have_and_keep(bench: Modules) -> None:
     shape, prints = bench.footprints.Shape(10, 64, 160, 4, 2, 4096, tied=True), bench.footprints
-    how = prints.How(bf16=False, recompute="true", tokens=100, pipeline=4, micro_batches=3)
+    how = prints.How(bf16=False, recompute="true", tokens=10_000, pipeline=4, micro_batches=3)
     stages = prints.stages_of(shape, how)
     # The embedding weighs as much as six layers, on both ends.
     assert [stage.layers for stage in stages] == [1, 4, 4, 1]
@@ -201,10 +202,13 @@ def test_the_memory_formula_has_what_pipeline_stages_have_and_keep(bench: Module
     assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
     parts = [prints.training_stage(shape, how, stage) for stage in stages]
     assert sum(of["parameters"] for of in parts) == 4 * (shape.weights() + shape.embedding)
-    again = parts[3]["activations"] - 100 * 4 * 64
-    assert [of["activations"] - again for of in parts] == [100 * 4 * 64 * n for n in (3 * 1, 3 * 4, 2 * 4, 1)]
-    peaks = [sum(of.values()) for of in parts]
-    assert sum(prints.training(shape, how).values()) == max(peaks) == peaks[3]
+    inputs = 10_000 * 4 * 64  # of a layer
+    again = parts[3]["activations"] - inputs
+    assert [of["activations"] - again for of in parts] == [inputs * n for n in (3 * 1, 3 * 4, 2 * 4, 1)]
+    assert prints.training(shape, how) == parts[1] and {of["messages"] for of in parts} == {3 * inputs}
+    # Of a few tokens most is there when the ends sum their gradients of the embedding.
+    first = prints.training_stage(shape, replace(how, tokens=10), stages[0])
+    assert first["sums"] == 4 * shape.embedding and first["activations"] == 0
     assert prints.scoring(shape, how)["parameters"] == 4 * (shape.layer + shape.embedding)
 
 
