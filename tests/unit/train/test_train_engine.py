@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from quartet.batch.ragged import join_columns
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, RLOO
+from quartet.config.common import OptimConfig
+from quartet.train.engine import build_optimizer
 from quartet.train.forward import ForwardNeeds, forward_only
 from quartet.train.objectives import PairwiseObjective, PolicyObjective, SFTObjective, ValueObjective
 
@@ -244,3 +247,14 @@ def test_a_trajectory_or_pair_over_the_budget_is_refused_whole(batch, pairs, mak
     with pytest.raises(UserError, match="token_budget"):
         make_engine("scalar", token_budget=10).train_step(pairs, PairwiseObjective())
     make_engine("scalar", token_budget=11).train_step(pairs, PairwiseObjective())
+
+
+def test_a_rank_whose_part_of_the_model_does_not_train_has_an_optimizer_that_does_nothing() -> None:
+    """As a pipeline stage without adapters: it goes through every update with the others, and its state has the same
+    groups."""
+    frozen, trained = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+    before = frozen.weight.clone()
+    optimizer = build_optimizer(frozen, OptimConfig())
+    optimizer.step()
+    assert torch.equal(frozen.weight, before) and not optimizer.state
+    assert len(optimizer.param_groups) == len(build_optimizer(trained, OptimConfig()).param_groups) == 2
