@@ -103,6 +103,7 @@ class PackedModel:
         self.work = WorkCounter()
 
     head: nn.Module
+    tower: Any = None
     computes_on: torch.device | None = None
 
     @abstractmethod

@@ -126,6 +126,8 @@ class NativeEngine:
         if not packed.shares_prefixes:
             check_decoding(packed)
         self.packed = packed
+        self._tower: Any = packed.tower
+        self._has_axes = packed.tower is not None and packed.tower.has_axes
         self._device = packed.device
         self.owns_weights = owns_weights
         self.max_running = max_running
@@ -156,10 +158,22 @@ class NativeEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            check_request(request, context=self.context, vocab_size=self._vocab_size, decodes=self._decode is not None)
+            check_request(
+                request,
+                context=self.context,
+                vocab_size=self._vocab_size,
+                decodes=self._decode is not None,
+                sees=self._tower is not None,
+            )
         self._scheduler.check(requests, self._limit)
+        shifts = {ids: self._position_shift(ids) for ids in {request.prompt_ids for request in requests}}
         for request in requests:
-            self._scheduler.add(request, self._limit(request), StopStringMatcher.of(request, self._decode))
+            matcher, shift = StopStringMatcher.of(request, self._decode), shifts[request.prompt_ids]
+            self._scheduler.add(request, self._limit(request), matcher, shift)
+
+    def _position_shift(self, prompt_ids: Sequence[int]) -> int:
+        """Returns how far the position behind a prompt lies from its number of tokens."""
+        return self._tower.positions(prompt_ids, 0)[1] - len(prompt_ids) if self._has_axes else 0
 
     def _limit(self, request: Request) -> int:
         """Returns how many tokens a request may get: as it asks, or less where the model's context ends."""
@@ -302,16 +316,30 @@ class NativeEngine:
         self, new: DecodeRows | DraftRows | None, num_rows: int, prefills: Sequence[PrefillChunk], computed: int
     ) -> tuple[Tensor, Tensor]:
         """Returns tokens and positions ``[R]``: rows, then fills, then zeros."""
-        if new is not None and not prefills and computed <= len(new.tokens):
-            return new.tokens[:computed], new.positions[:computed]
+        axes = self._has_axes
+        newest = None
+        if new is not None:
+            newest = (new.positions + new.shifts).expand(3, -1) if axes else new.positions
+            if not prefills and computed <= len(new.tokens):
+                return new.tokens[:computed], newest[..., :computed]
         filling = [token for prefill in prefills for token in prefill.token_ids]
         rest = torch.zeros(computed - num_rows - len(filling), dtype=torch.int64)
-        places = [torch.arange(prefill.start, prefill.end) + prefill.block.start for prefill in prefills]
-        filled = torch.stack([torch.cat([torch.tensor(filling, dtype=torch.int64), rest]), torch.cat([*places, rest])])
-        tokens, positions = to_device(filled, self.packed.device).unbind(0)
-        if new is None:
+        tokens = torch.cat([torch.tensor(filling, dtype=torch.int64), rest])
+        places = [self._positions(prefill) for prefill in prefills]
+        positions = torch.cat([*places, rest.expand(3, -1) if axes else rest], -1)
+        filled = to_device(torch.cat([tokens.unsqueeze(0), positions.view(-1, len(tokens))]), self.packed.device)
+        tokens, positions = filled[0], filled[1:] if axes else filled[1]
+        if new is None or newest is None:
             return tokens, positions
-        return torch.cat([new.tokens[:num_rows], tokens]), torch.cat([new.positions[:num_rows], positions])
+        return torch.cat([new.tokens[:num_rows], tokens]), torch.cat([newest[..., :num_rows], positions], -1)
+
+    def _positions(self, prefill: PrefillChunk) -> Tensor:
+        """Returns the positions ``[n]``, or ``[3, n]``, of a chunk's tokens."""
+        block = prefill.block
+        if not self._has_axes:
+            return torch.arange(prefill.start, prefill.end) + block.start
+        start = 0 if block.parent is None else self._tower.positions(block.parent.token_ids, 0)[1]
+        return self._tower.positions(block.token_ids, start)[0][:, prefill.start : prefill.end]
 
     def _states(self, hidden: Tensor | None, num_rows: int, blocks: Sequence[CacheBlock]) -> Tensor:
         """Returns the states ``[B + blocks, D]`` of which the logits are wanted, filled up to enough rows."""

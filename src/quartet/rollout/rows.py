@@ -110,7 +110,8 @@ class DecodeRows:
     Attributes:
         num_rows: B.
         version: changes with every ``load``.
-        tokens, positions: ``[R]`` int64, each row's newest token and its position in the sequence.
+        tokens, positions: ``[R]`` int64, each row's newest token and its place in the sequence.
+        shifts: ``[R]`` int64, how far the positions that the model is told lie from these.
         places: ``[R]`` int64, where the newest token's keys and values go in the slot.
         num_generated: ``[B]`` tokens each response has, which is the index of the next.
         num_stored: ``[B]`` tokens in each slot, the newest one not among them.
@@ -126,6 +127,7 @@ class DecodeRows:
         num_allocated = max(max_rows, min_rows)
         self.tokens = torch.zeros(num_allocated, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
+        self.shifts = torch.zeros_like(self.tokens)
         self.places = torch.zeros_like(self.tokens)
         self.mask = torch.zeros(0, 0, device=device)
         self.row_ranges: list[RowRange] = []
@@ -148,13 +150,15 @@ class DecodeRows:
             changed = range(len(running))
         if changed:
             there = [row for row in changed if row < len(running)]
-            columns = [(running[row].token_ids[-1], running[row].position, running[row].num_stored) for row in there]
+            new = [running[row] for row in there]
+            columns = [(r.token_ids[-1], r.position, r.num_stored, r.position_shift) for r in new]
             index = to_device(torch.tensor(there), device)
-            tokens, positions, places = to_device(torch.tensor(columns), device).unbind(1)
+            tokens, positions, places, shifts = to_device(torch.tensor(columns), device).unbind(1)
             self.tokens[index], self.positions[index], self.places[index] = tokens, positions, places
+            self.shifts[index] = shifts
             behind = torch.arange(shape[1], device=device) > places.unsqueeze(1)
             self.mask[index] = torch.zeros(behind.shape, device=device).masked_fill_(behind, float("-inf"))
-        for column in (self.tokens, self.positions, self.places):
+        for column in (self.tokens, self.positions, self.places, self.shifts):
             column[len(running) :] = 0
         self.num_rows = len(running)
         self.version += 1
@@ -194,7 +198,7 @@ class DraftRows:
     Attributes:
         trees: which of each row's proposed tokens follows which.
         starts: each row's number of tokens in its slot, which is the place of its newest.
-        tokens, positions: ``[T]`` int64.
+        tokens, positions, shifts: ``[T]`` int64, as of the rows.
         rows, places: ``[T]`` int64, slot and place that keys and values go to.
         grid: ``[B, k]`` each row's tokens as indices of T; shorter rows repeat their last.
         back: ``[T]`` each token's index in the flat grid.
@@ -205,6 +209,7 @@ class DraftRows:
     starts: Sequence[int]
     tokens: Tensor
     positions: Tensor
+    shifts: Tensor
     rows: Tensor
     places: Tensor
     grid: Tensor
@@ -234,6 +239,7 @@ class DraftRows:
             starts=rows.num_stored.tolist(),
             tokens=torch.where(offset == 0, rows.tokens[owner], proposed),
             positions=rows.positions[owner] + depth,
+            shifts=rows.shifts[owner],
             rows=owner,
             places=rows.places[owner] + offset,
             grid=to_device(grid, device),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
+from quartet.batch.pictures import is_picture, keys_in
 from quartet.config import UserError
 from quartet.rollout.drafter import NO_DRAFT, DraftTree, chain_tree
 from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, CacheBlock, PrefixCache
@@ -141,6 +142,7 @@ class EngineRequest(DecodingRequest):
         draft: tokens proposed to follow its newest one, within one step.
         tree: which of them follows which.
         hidden: ``[D]`` of the position that gave the newest token, where drafts are made from it.
+        position_shift: what pictures in the prompt add to the positions behind it, of models with several axes.
     """
 
     group: RequestGroup
@@ -151,6 +153,7 @@ class EngineRequest(DecodingRequest):
     draft: tuple[int, ...] = ()
     tree: DraftTree = NO_DRAFT
     hidden: Tensor | None = None
+    position_shift: int = 0
 
     @property
     def position(self) -> int:
@@ -293,11 +296,15 @@ class Scheduler:
                 remedy="raise rollout.cache_tokens, or ask for fewer new tokens",
             )
 
-    def add(self, request: Request, max_tokens: int, matcher: StopStringMatcher | None = None) -> None:
+    def add(
+        self, request: Request, max_tokens: int, matcher: StopStringMatcher | None = None, position_shift: int = 0
+    ) -> None:
         group = self.groups.setdefault(request.group, RequestGroup(request.prompt_ids))
         group.num_members += 1
         group.num_waiting += 1
-        response = EngineRequest(request, max_tokens, group, self._num_submitted, matcher=matcher)
+        response = EngineRequest(
+            request, max_tokens, group, self._num_submitted, matcher=matcher, position_shift=position_shift
+        )
         self._num_submitted += 1
         self.held[request.request_id] = response
         self.waiting.append(response)
@@ -478,15 +485,19 @@ def compact_rows(rows: list[R | None], arrivals: Sequence[R], length: Callable[[
 # Refusals ------------------------------------------------------------------------------------------------
 
 
-def check_request(request: Request, *, context: int | None, vocab_size: int, decodes: bool) -> None:
+def check_request(
+    request: Request, *, context: int | None, vocab_size: int, decodes: bool, sees: bool = False
+) -> None:
     """Refuses a request that this engine cannot serve.
 
     Args:
         context: tokens of the model's context, if it has an end.
         decodes: tokens can be turned into text.
+        sees: the model reads pictures.
 
     Raises:
-        UserError: the prompt fills the context or has unknown tokens, or stop strings could not be found.
+        UserError: the prompt fills the context or has unknown tokens or pictures that the model cannot read, or stop
+            strings could not be found.
     """
     num_prompt = len(request.prompt_ids)
     if context is not None and num_prompt >= context:
@@ -495,7 +506,15 @@ def check_request(request: Request, *, context: int | None, vocab_size: int, dec
             found=f"request {request.request_id!r}: {num_prompt} tokens, a context of {context}",
             remedy="shorten or drop such prompts (generation that reaches the context's end stops there)",
         )
-    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+    pictures = keys_in(request.prompt_ids)
+    if pictures and not sees:
+        raise UserError(
+            "a prompt has pictures, and the model reads none",
+            found=f"request {request.request_id!r} with {len(pictures)} pictures",
+            remedy="use a vision-language model, or prompts of text",
+        )
+    tokens = [token for token in request.prompt_ids if not is_picture(token)] if pictures else request.prompt_ids
+    lowest, highest = min(tokens, default=0), max(tokens, default=0)
     if lowest < 0 or highest >= vocab_size:
         raise UserError(
             "a prompt holds tokens the model does not have",
