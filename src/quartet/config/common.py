@@ -206,6 +206,19 @@ class TrainConfig(StrictModel):
         False, description="Compile decoder layers by torch.compile: faster after some minutes, without --resume."
     )
     lora: LoRAConfig | None = Field(None, description="Train small adapters (LoRA) instead of all weights.")
+    freeze_vision_tower: bool = Field(
+        True, description="Of a vision-language model: its features are then computed once for all roles."
+    )
+    freeze_projector: bool = Field(True, description="What brings the vision tower's features to the language model.")
+    freeze_language_model: bool = Field(False, description="Train the projector alone, or it and the vision tower.")
+
+    def _misfits(self) -> Iterator[str]:
+        if self.freeze_language_model and self.freeze_projector:
+            yield "with freeze_language_model and freeze_projector nothing trains: set freeze_projector: false"
+        if self.freeze_projector and not self.freeze_vision_tower:
+            yield "a vision tower that trains behind a frozen projector: set freeze_projector: false, too"
+        if self.lora is not None and not (self.freeze_projector and not self.freeze_language_model):
+            yield "lora trains adapters of the language model alone: leave the freeze_… keys out"
 
 
 # Data ----------------------------------------------------------------------------------------------------

@@ -28,12 +28,14 @@ from quartet.config.common import StrictModel
 from quartet.config.errors import UserError
 from quartet.config.strict import Processes
 
-Role = Literal["actor", "critic", "reference", "reward", "rollout", "heads"]
+Role = Literal["actor", "critic", "reference", "reward", "rollout", "heads", "vision"]
 InFlight = Literal["pick_up", "finish_old"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
 HEADS: Role = "heads"
 """A drafter's model that learns along with the actor, in its processes: what it learns from is there."""
+VISION: Role = "vision"
+"""What computes the features of pictures ahead of those who read them; without it, whoever needs them first does."""
 
 
 # What a recipe says --------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ def resolve_placement(config: PlacementConfig, roles: Mapping[str, Role]) -> Res
     home = {kind: name for name, (_, on_it) in pools.items() for kind in on_it}
     kinds = set(roles.values())
     for name, kind in roles.items():
-        if kind not in home and kind != HEADS:
+        if kind not in home and kind not in (HEADS, VISION):
             placed = ", ".join(f"{role} on {pool}" for role, pool in sorted(home.items()))
             raise UserError(
                 f"role {name!r} has no pool",
@@ -211,6 +213,7 @@ def resolve_placement(config: PlacementConfig, roles: Mapping[str, Role]) -> Res
             found=f"heads on pool {home[HEADS]!r}, actor on {home['actor']!r}",
             remedy=f"put heads beside the actor, or leave them out of placement.pools.{home[HEADS]}.roles",
         )
+    home.setdefault(VISION, home["rollout"])
     for name, (pool, on_it) in pools.items():
         if not kinds.intersection(on_it):
             raise UserError(

@@ -78,6 +78,13 @@ class CallbackConfig(StrictModel):
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the class.")
 
 
+class PicturesConfig(StrictModel):
+    """What is kept of the pictures that prompts have, in each process and on the disk of the run."""
+
+    memory_bytes: int = Field(1 << 30, ge=0, description="Features of pictures in memory, those last used.")
+    disk_bytes: int = Field(16 << 30, ge=0, description="Features on disk; what is beyond it is computed again.")
+
+
 class Recipe(StrictModel):
     """What every job has."""
 
@@ -91,6 +98,7 @@ class Recipe(StrictModel):
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of torch; all when left out.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    pictures: PicturesConfig = PicturesConfig()
 
     @field_validator("device")
     @classmethod

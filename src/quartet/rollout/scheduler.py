@@ -509,9 +509,9 @@ def check_request(
     pictures = keys_in(request.prompt_ids)
     if pictures and not sees:
         raise UserError(
-            "a prompt has pictures, and the model reads none",
+            "a prompt has pictures, and the engine reads none",
             found=f"request {request.request_id!r} with {len(pictures)} pictures",
-            remedy="use a vision-language model, or prompts of text",
+            remedy="use a vision-language model and the native engine or vLLM, or prompts of text",
         )
     tokens = [token for token in request.prompt_ids if not is_picture(token)] if pictures else request.prompt_ids
     lowest, highest = min(tokens, default=0), max(tokens, default=0)

@@ -93,7 +93,14 @@ from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, naming_write_errors, note_budgets
 from quartet.trainers.signals import reclaim_signals, run_async
-from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, run_placement, shares_reference
+from quartet.trainers.workers import (
+    LocalRunWorkers,
+    LookAhead,
+    RayRunWorkers,
+    RunWorkers,
+    run_placement,
+    shares_reference,
+)
 from quartet.weights.manifest import WeightSyncError
 
 
@@ -387,6 +394,9 @@ class RLTrainer:
         """Starts what computes. What only loaded models show is refused here, before anything is written."""
         await asyncio.to_thread(self.workers.start, self.roles.ptx)
         self.roles.groups = self.workers.models
+        if vision := self.workers.vision:
+            ahead = LookAhead(vision, self.roles.item, self.recipe.prompts_per_step, self.run.recorder)
+            self.roles.on_begun = ahead.begun
         await self.roles.describe()
 
     async def _train(self, watch: Stopwatch) -> TrainResult:

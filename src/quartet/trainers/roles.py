@@ -164,10 +164,13 @@ class RLRoles:
         groups: what computes each role's passes and updates, by its name; in this process unless replaced.
         described: what the workers say of their models, by role: once they have loaded them, where that is elsewhere.
         ptx: demonstrations that the actor's worker reads; here it is for metrics and warnings, and for that worker.
+        on_begun: told of the stream's prompts as their groups are begun, where something gets ready for those to come.
 
     Raises:
         UserError: recipe, models and data do not fit together.
     """
+
+    on_begun: Callable[[int], None] | None = None
 
     def __init__(
         self, recipe: RLRecipe, objects: UserObjects, *, shares_reference: bool = True, computes: torch.device = CPU
@@ -379,8 +382,19 @@ class RLRoles:
     ) -> Callable[[int], Awaitable[PromptGroup]]:
         """Returns ``index → group`` of the stream: answers to prompts, or episodes where the recipe has an
         environment."""
-        if self.environment is None:
-            return rollout.generate
+        source = rollout.generate if self.environment is None else self._episodes(rollout, on_episode_end)
+        if (told := self.on_begun) is None:
+            return source
+
+        def begun(index: int) -> Awaitable[PromptGroup]:
+            told(index)
+            return source(index)
+
+        return begun
+
+    def _episodes(
+        self, rollout: RolloutDriver, on_episode_end: Callable[[int], None]
+    ) -> Callable[[int], Awaitable[PromptGroup]]:
         recipe = self.recipe
         runner = self.episode_runner(rollout, on_episode_end)
         sampling = sampling_params(recipe.rollout.sampling, self.codec)

@@ -6,10 +6,11 @@ The rollout role's worker of a recipe: around the native engine in its process, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import cast
 import torch
 
 from quartet.cluster import ResourcePool, WorkerGroup, connect
-from quartet.cluster.errors import SmallerBudget
+from quartet.cluster.errors import ClusterError, SmallerBudget
 from quartet.cluster.group import DeathCount
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
@@ -27,6 +28,7 @@ from quartet.config.common import RayCluster
 from quartet.config.engines import VLLMEngineConfig, is_served
 from quartet.config.placement import (
     HEADS,
+    VISION,
     AsynchronousPlacement,
     ResolvedPlacement,
     ResolvedPool,
@@ -36,8 +38,9 @@ from quartet.config.placement import (
 )
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import BaseModelReward
-from quartet.models.packed_model import PackedCausalLM
-from quartet.observe.spans import SpanRecorder
+from quartet.data.datasets import PromptItem
+from quartet.models.packed_model import PackedCausalLM, PackedModel
+from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.rollout.drafter import DrafterModel, load_drafter_model
 from quartet.rollout.engine import copy_packed_model
 from quartet.rollout.staging import StagedWeights
@@ -47,6 +50,7 @@ from quartet.schedule.model_worker import ModelWorker, Offloadable, RolloutWrite
 from quartet.schedule.role_group import ColocatedWorker, LocalGroup, RemoteGroup, RoleGroup
 from quartet.schedule.rollout_worker import NativeRolloutWorker, RolloutWorker, ServedRolloutWorker
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
+from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import META, resolve_precision, set_up_worker_process, worker_device
 from quartet.trainers.engines import (
@@ -179,6 +183,8 @@ def run_placement(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
         kinds["reference"] = "reference"
     if recipe.rollout.speculation is not None and recipe.rollout.speculation.learns:
         kinds[HEADS] = HEADS
+    if recipe.actor.train.freeze_vision_tower and reads_pictures(recipe.actor.model, objects.model):
+        kinds[VISION] = VISION
     only = recipe.held_out.rewards
     for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
         named = [config.name for config in configs if isinstance(config, BaseModelReward)]
@@ -214,6 +220,51 @@ def shares_reference(placement: ResolvedPlacement) -> bool:
 # Workers -------------------------------------------------------------------------------------------------
 
 
+class VisionWorker:
+    """Computes features of pictures before the prompts that have them are answered, for all roles to come."""
+
+    def __init__(self, packed: PackedModel, codec: TextCodec) -> None:
+        self._packed = packed
+        # Not every tokenizer may be used by two threads at a time.
+        self._codec = replace(codec, tokenizer=copy.deepcopy(codec.tokenizer))
+
+    def look(self, prompt: PromptText) -> None:
+        self._packed.look_at(self._codec.encode_prompt(prompt))
+
+
+class LookAhead:
+    """Has pictures of prompts to come looked at beside all else.
+
+    Args:
+        groups: the workers that look.
+        item: stream index → prompt.
+        step_size: prompts of a step.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[RoleGroup[VisionWorker]],
+        item: Callable[[int], PromptItem],
+        step_size: int,
+        recorder: SpanRecorder,
+    ) -> None:
+        self._groups, self._item, self._step_size, self._recorder = groups, item, step_size, recorder
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begun(self, index: int) -> None:
+        """Notes that the prompt at ``index`` of the stream is being answered: its place in the next step is next."""
+        task = asyncio.get_running_loop().create_task(self._look(index + self._step_size))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _look(self, index: int) -> None:
+        group, step = self._groups[index % len(self._groups)], index // self._step_size - 1
+        with self._recorder.span("look_ahead", step=step, role=VISION, mode=BACKGROUND):
+            # What cannot be read is an error where it is read; so is a worker that is dead.
+            with contextlib.suppress(UserError, ClusterError):
+                await group.call(VisionWorker.look, self._item(index).prompt)
+
+
 class PoolWorker(ColocatedWorker):
     """A process of a pool: the workers of all roles that are placed there. Loads only their models (and, for a moment,
     what a critic starts from).
@@ -243,12 +294,12 @@ class PoolWorker(ColocatedWorker):
             recipe, objects, device=device, moves_user_models=True, shares_reference=shares, meshes=meshes
         )
         cut = ShardedModels(recipe, objects, device, meshes, shares_reference=shares)
-        self.roles: dict[str, ModelWorker | AnyRolloutWorker | RolloutWriter] = {}
+        self.roles: dict[str, ModelWorker | AnyRolloutWorker | RolloutWriter | VisionWorker] = {}
 
         # Each leaves before the next one comes; those that others start from come last: a critic may start as a copy
         # of a reward model, everything else as one of the actor.
         order = {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}  # reward models are in the middle
-        own = (name for name in names if name != HEADS)  # they are the actor's worker's
+        own = (name for name in names if name not in (HEADS, VISION))  # they are the actor's worker's
         for role in sorted(own, key=lambda name: order.get(name, 2)):
             worker: ModelWorker | AnyRolloutWorker
             if role == "rollout":
@@ -268,6 +319,8 @@ class PoolWorker(ColocatedWorker):
             self.roles[role] = worker
         if "actor" in names:
             self.roles[WRITER_ROLE] = RolloutWriter(loader.codec)
+        if VISION in names and "rollout" not in names:
+            self.roles[VISION] = VisionWorker(loader.actor, loader.codec)
 
     @staticmethod
     def _names_only(recipe: RLRecipe, objects: UserObjects, device: torch.device) -> ModelLoader:
@@ -285,6 +338,7 @@ class RunWorkers:
         models: role → its group.
         writer: of token ids, in the process of the actor's first worker.
         engines: a group of each engine.
+        vision: a group of each worker that looks at pictures ahead.
     """
 
     def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement) -> None:
@@ -294,6 +348,7 @@ class RunWorkers:
         self.compute = ComputeThread()
         self.models: dict[str, RoleGroup[ModelWorker]] = {}
         self.engines: list[RoleGroup[AnyRolloutWorker]] = []
+        self.vision: list[RoleGroup[VisionWorker]] = []
         self.writer: RoleGroup[RolloutWriter]
 
     def drafting(self) -> Sequence[RoleGroup[NativeRolloutWorker]]:
@@ -369,7 +424,8 @@ class RunWorkers:
     def offloaded_roles(self) -> set[str]:
         """Returns the roles whose parts leave their devices for others."""
         limited = {pool.name for pool in self.placement.pools if pool.budget_bytes is not None}
-        return {role for role, pool in self.placement.pool_of.items() if pool in limited and role != HEADS}
+        found = {role for role, pool in self.placement.pool_of.items() if pool in limited}
+        return found - {HEADS, VISION}
 
 
 class LocalRunWorkers(RunWorkers):
@@ -393,6 +449,11 @@ class LocalRunWorkers(RunWorkers):
         self.models = {name: LocalGroup(worker, self.compute) for name, worker in roles.workers.items()}
         self.engines = [LocalGroup(engine, engine_thread)]
         self.writer = LocalGroup(RolloutWriter(roles.codec), self.compute)
+        if VISION in placement.pool_of and not self.offloaded_roles():
+            # Beside all else: it waits for nobody, and what it computes with stays as it is.
+            thread = ComputeThread(is_exclusive=False)
+            self._closing.callback(thread.close)
+            self.vision = [LocalGroup(VisionWorker(actor, roles.codec), thread)]
         self._workers = list(roles.workers.values())
 
     def close(self) -> None:
@@ -490,12 +551,15 @@ class RayRunWorkers(RunWorkers):
         home = self.placement.pool_of
         of_role = role_shardings(self.recipe, shares_reference=shares_reference(self.placement))
         for role in home:
-            if role not in ("rollout", HEADS):
+            if role not in ("rollout", HEADS, VISION):
                 kind: type[ModelWorker] = TrainWorker if role in TRAINED_ROLES else ScoreWorker
                 self.models[role] = RemoteGroup(self._groups[home[role]], role, kind, sharding=of_role.get(role))
         self.writer = RemoteGroup(self._groups[home["actor"]], WRITER_ROLE, RolloutWriter, 0)
         group = self._groups[home["rollout"]]
         self.engines = [RemoteGroup(group, "rollout", NativeRolloutWorker, rank) for rank in range(group.world_size)]
+        if home.get(VISION, home["rollout"]) != home["rollout"]:
+            looking = self._groups[home[VISION]]
+            self.vision = [RemoteGroup(looking, VISION, VisionWorker, rank) for rank in range(looking.world_size)]
 
     def _check_room(self) -> None:
         """Checks all pools at once, before any is granted."""
