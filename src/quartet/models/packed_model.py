@@ -103,7 +103,6 @@ class PackedModel:
         self.work = WorkCounter()
 
     head: nn.Module
-    tower: Any = None
     computes_on: torch.device | None = None
 
     @abstractmethod
