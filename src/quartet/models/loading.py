@@ -12,16 +12,20 @@ import copy
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
 from quartet.config import UserError
@@ -169,7 +173,7 @@ def load_causal_lm(path: str, *, empty: bool = False, trust_remote_code: bool = 
     trust = {"trust_remote_code": trust_remote_code}
     with _quiet(), naming_load_errors(path, "causal language model"):
         config = read_config(source, **trust)
-        model, info = load_weights(AutoModelForCausalLM, source, config, empty=empty, **trust)
+        model, info = load_weights(_causal_class(config), source, config, empty=empty, **trust)
         generation = load_generation_config(source)
         if empty and generation is not None:  # else read beside the weights
             model.generation_config = generation
@@ -202,8 +206,29 @@ def load_on_meta(path: str, *, trust_remote_code: bool = False) -> PreTrainedMod
     trust = {"trust_remote_code": trust_remote_code}
     with _quiet(), naming_load_errors(path, "causal language model"), torch.device("meta"):
         config = read_config(resolve_model_directory(path, "model"), **trust)
-        outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, **trust)
+        outline: PreTrainedModel = _causal_class(config).from_config(config, **trust)
     return outline
+
+
+def _causal_class(config: PreTrainedConfig) -> Any:
+    """Returns the auto class of a causal LM, or of a vision-language model where transformers has no other for it."""
+    with_pictures = type(config) in AutoModelForImageTextToText._model_mapping
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForImageTextToText if with_pictures and not known else AutoModelForCausalLM
+
+
+def _know_scalar_class(config: PreTrainedConfig) -> None:
+    """Has ``AutoModelForSequenceClassification`` of this process know vision-language models, of which transformers
+    has no such class: body and head, named as in its own classes.
+    """
+    kinds = AutoModelForSequenceClassification._model_mapping
+    if getattr(config, "vision_config", None) is None or type(config) in kinds:
+        return
+    body = AutoModel._model_mapping[type(config)]
+    family = next(kind for kind in body.__mro__ if kind.__name__.endswith("PreTrainedModel"))
+    name = body.__name__.removesuffix("Model") + "ForSequenceClassification"
+    made = type(name, (GenericForSequenceClassification, family), {"config_class": type(config)})
+    AutoModelForSequenceClassification.register(type(config), made)
 
 
 def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -222,6 +247,7 @@ def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool
                 found=f"architectures {config.architectures}, num_labels {config.num_labels}",
                 remedy="train one with `quartet reward-model`, or save a sequence-classification model with one label",
             )
+        _know_scalar_class(config)
         model, info = load_weights(AutoModelForSequenceClassification, source, config, empty=empty, **trust)
     if info["missing_keys"]:
         raise UserError(
@@ -241,6 +267,7 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     """
     config = copy.deepcopy(model.config)
     config.num_labels = 1
+    _know_scalar_class(config)
     made = torch.device("meta") if model.device.type == "meta" else contextlib.nullcontext()
     with _quiet(), torch.random.fork_rng(devices=[]), made:
         torch.manual_seed(seed)
