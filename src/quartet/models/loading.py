@@ -440,6 +440,8 @@ def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path, *
                     drop_unused_auto_map(config, packed.model, packed.model.config)
                 trust = has_custom_code(packed.model)
                 warning = save_tokenizer(tokenizer, written, trust_remote_code=trust) or warning
+                if packed.tower is not None:
+                    packed.tower.save_processor(written)
     return warning
 
 

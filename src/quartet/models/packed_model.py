@@ -230,6 +230,13 @@ class PackedModel:
         """
         self.adapters = attach_adapters(self.model, self.body, config, seed=seed, head=self._head_in_full)
 
+    def freeze_parts(self, *, tower: bool, projector: bool, language: bool) -> None:
+        """Decides which parts of a vision-language model take gradients; of a text model all do."""
+        if self.tower is not None and self.adapters is None:
+            self.tower.freeze("language" if projector else "projector" if tower else "all")
+            self.body.requires_grad_(not language)
+            self.head.requires_grad_(not language or self.head is self._head_in_full)
+
     @property
     def _head_in_full(self) -> nn.Module | None:
         """The head that is trained in full beside adapters."""

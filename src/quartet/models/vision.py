@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import inspect
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +33,13 @@ from transformers import PreTrainedModel
 
 from quartet.batch.pictures import key_of, picture_ids, picture_places, split_picture_ids
 from quartet.config import UserError
+from quartet.config.run import PicturesConfig
 from quartet.models.attention import language_model
 from quartet.models.memory import to_device
 from quartet.observe.files import replace_atomically
 
 if TYPE_CHECKING:
-    from quartet.text.pictures import PictureProcessor, PictureStore
+    from quartet.text.pictures import PictureCodec, PictureProcessor, PictureStore
 
 Grid = tuple[int, int, int]
 
@@ -87,16 +89,25 @@ class FeatureStore:
         *,
         max_disk_bytes: int = 64 << 30,
     ) -> None:
-        self._pictures, self._processor, self._directory = pictures, processor, directory
+        self._pictures, self.processor, self._directory = pictures, processor, directory
         self._max_bytes, self._max_disk_bytes = max_bytes, max_disk_bytes
         self._memory: OrderedDict[tuple[str, int], ImageFeatures] = OrderedDict()
         self._used_bytes = self._written_bytes = 0
         self._lock = threading.Lock()
         self.computed = self.loaded = self.reused = 0
 
+    @classmethod
+    def of(cls, pictures: PictureCodec, sizes: PicturesConfig = PicturesConfig()) -> FeatureStore:
+        """Makes the store beside the pictures that a codec reads."""
+        directory = pictures.store.directory / "features"
+        return cls(pictures.store, pictures.processor, directory, sizes.memory_bytes, max_disk_bytes=sizes.disk_bytes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FeatureStore:
+        return self  # a copy of a model has the same pictures
+
     def inputs(self, key: int) -> dict[str, Tensor]:
         """Returns what a tower takes of the picture, a batch of one."""
-        return self._processor.inputs(self._pictures.get(key))
+        return self.processor.inputs(self._pictures.get(key))
 
     def get(self, digest: str, key: int, compute: Callable[[dict[str, Tensor]], ImageFeatures]) -> ImageFeatures:
         """Returns the features of a picture, on the host.
@@ -244,8 +255,13 @@ class ImageTower:
         parts |= {id(p) for p in self._base.parameters(recurse=False)}
         return {name: t for name, t in self._base.state_dict(keep_vars=True).items() if id(t) in parts}
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def modules(self) -> Iterator[nn.Module]:
         """Yields those of tower and projector."""
+        for part in self._parts():
+            yield from part.modules()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the weights of tower and projector."""
         for part in self._parts():
             yield from part.parameters()
         yield from self._base.parameters(recurse=False)
@@ -281,24 +297,19 @@ class ImageTower:
     # Features ----------------------------------------------------------------------------------------------
 
     def connect(self, features: FeatureStore) -> None:
-        """Gives it the pictures of a run, and what is known of their features.
-
-        Raises:
-            UserError: the model cannot take pictures packed.
-        """
-        if self.unsupported is not None:
-            raise UserError(
-                f"{type(self._model).__name__} cannot take pictures here",
-                found=self.unsupported,
-                remedy="use another family (docs/models.md lists those that the tests prove), or texts alone",
-            )
+        """Gives it the pictures of a run, and what is known of their features."""
         self._store = features
+
+    def save_processor(self, directory: Path) -> None:
+        """Writes the files of the run's processor beside a model; nothing where there is none."""
+        if self._store is not None:
+            self._store.processor.save(directory)
 
     def features(self, key: int) -> ImageFeatures:
         """Returns the features of a picture: of this pass alone where the tower trains, else kept ones, on the host.
 
         Raises:
-            UserError: the run has no such picture, or no pictures at all.
+            UserError: the run has no such picture, or no pictures at all, or the model cannot take any packed.
         """
         store = self._connected()
         if self.trains:
@@ -316,6 +327,12 @@ class ImageTower:
         return ImageFeatures(found.rows.cpu(), None if found.deep is None else found.deep.cpu(), found.grid)
 
     def _connected(self) -> FeatureStore:
+        if self.unsupported is not None:
+            raise UserError(
+                f"{type(self._model).__name__} cannot take pictures here",
+                found=self.unsupported,
+                remedy="use another family (docs/models.md lists those that the tests prove), or texts alone",
+            )
         if self._store is None:
             raise UserError(
                 "a sequence has pictures, and the model was given none",
@@ -386,7 +403,10 @@ class ImageTower:
         """Returns the rows of features of picture ids ``[M]``: ``[M, D]``, and ``[L, M, D]`` where layers take more."""
         keys, rows = split_picture_ids(ids)
         distinct, which = keys.unique(return_inverse=True)
-        features = [self.features(key) for key in distinct.tolist()]
+        # Of several processes each begins elsewhere, and finds what the others have computed meanwhile.
+        order = distinct.roll(os.getpid()).tolist()
+        found = {key: self.features(key) for key in order}
+        features = [found[key] for key in distinct.tolist()]
         sizes = torch.tensor([len(f.rows) for f in features])
         if bool((wrong := rows >= sizes[which]).any()):
             at = int(wrong.nonzero()[0])
@@ -395,8 +415,8 @@ class ImageTower:
 
         def selected(parts: list[Tensor], dim: int) -> Tensor:
             table = torch.cat(parts, dim)
-            found = table.index_select(dim, index.to(table.device))
-            return found if found.device == device else to_device(found, device)
+            picked = table.index_select(dim, index.to(table.device))
+            return picked if picked.device == device else to_device(picked, device)
 
         deep = [f.deep for f in features if f.deep is not None]
         return selected([f.rows for f in features], 0), selected(deep, 1) if deep else None

@@ -226,7 +226,8 @@ class ComputeWeights:
             return
         adapters = packed.adapters.layers if packed.adapters is not None else []
         adapted: Adapted = {layer.base: layer for layer in adapters}
-        done: set[nn.Module] = set()
+        # A tower computes features for all roles, whose digest is of its own weights.
+        done: set[nn.Module] = set() if packed.tower is None else set(packed.tower.modules())
         for form in weight_forms():
             for one in load_object(form.copies)(packed, adapted, self._num_rows, self._in_place):
                 done.update(one.modules)

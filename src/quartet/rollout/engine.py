@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.models.memory import to_device
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.models.packing_probe import check_decoding, model_context_length
+from quartet.models.vision import FeatureStore
 from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.drafter import Drafter, make_drafter
 from quartet.rollout.prefix_cache import CacheBlock, KVCache, next_slot_shape
@@ -53,6 +55,7 @@ from quartet.rollout.step_attention import (
     StepAttention,
     starts_sequence,
 )
+from quartet.text.pictures import PictureCodec, PictureProcessor, PictureStore
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.sink import TensorSink, write_weights
 
@@ -593,6 +596,7 @@ def load_engine(
     version: int | None = None,
     speculation: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    pictures: str | None = None,
     **options: Any,
 ) -> NativeEngine:
     """Loads the engine over the model in a directory, for a process of its own too (the target of an ``EngineSpec``).
@@ -603,12 +607,16 @@ def load_engine(
         version: None: it computes once weights were sent.
         speculation: the section of a recipe.
         trust_remote_code: run Python code that comes with the model, where it needs that.
+        pictures: directory of a run's pictures, where prompts may have any.
         options: of ``NativeEngine``.
     """
     model = load_causal_lm(path, trust_remote_code=trust_remote_code).to(torch.device(device))
     adapters = None if lora is None else LoRAConfig(**lora)
     packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
     packed.model.requires_grad_(False)
+    if packed.tower is not None and pictures is not None:
+        processor = PictureProcessor.load(path, trust_remote_code=trust_remote_code)
+        packed.tower.connect(FeatureStore.of(PictureCodec(processor, PictureStore(Path(pictures)))))
     section = (
         None
         if speculation is None

@@ -485,9 +485,7 @@ def compact_rows(rows: list[R | None], arrivals: Sequence[R], length: Callable[[
 # Refusals ------------------------------------------------------------------------------------------------
 
 
-def check_request(
-    request: Request, *, context: int | None, vocab_size: int, decodes: bool, sees: bool = False
-) -> None:
+def check_request(request: Request, *, context: int | None, vocab_size: int, decodes: bool, sees: bool = False) -> None:
     """Refuses a request that this engine cannot serve.
 
     Args:

@@ -157,6 +157,9 @@ class TrainEngine(Generic[Model]):
         if config.lora is not None and packed.adapters is None:
             raise ValueError(f"{name}.lora is set, but the model has no adapters: take it over with lora={name}.lora")
         self.packed = packed
+        packed.freeze_parts(
+            tower=config.freeze_vision_tower, projector=config.freeze_projector, language=config.freeze_language_model
+        )
         self._root = shard_model(packed, mesh) if mesh is not None else None
         self._exchange = RankExchange(self._root) if self._root is not None else None
         self.config = config

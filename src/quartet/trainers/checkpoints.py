@@ -56,7 +56,14 @@ from quartet.train.checkpoint import (
 )
 from quartet.train.state import MODEL, check_state_fits, model_tensors, tensor_shapes
 from quartet.trainers.experience import Experience
-from quartet.trainers.input_sources import resolve_model, resolve_scalar_model, resolve_tokenizer
+from quartet.trainers.input_sources import (
+    connect_pictures,
+    feature_store,
+    open_pictures,
+    resolve_model,
+    resolve_scalar_model,
+    resolve_tokenizer,
+)
 from quartet.trainers.run import CHECKPOINT, WRITER, RunDirectory
 from quartet.trainers.run_files import (
     MARKER,
@@ -520,4 +527,6 @@ def _trained_model(
         "name the model that the run began with: quartet export RUN DIR --model BASE",
     )
     saved.read_into(live)
-    return packed, TextCodec.of(resolve_tokenizer(section, None), generation)
+    codec = TextCodec.of(resolve_tokenizer(section, None), generation, open_pictures(section, model, None))
+    connect_pictures(packed, feature_store(codec, recipe.pictures))  # whose processor is exported, too
+    return packed, codec

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -74,6 +75,7 @@ class EnginePolicy:
         sleeps: its memory is others' at times.
         speculation: of an engine of this project, or vLLM.
         trust_remote_code: engines in processes run Python code that comes with the model.
+        pictures: directory of the run's pictures, where prompts may have any.
     """
 
     path: str
@@ -88,6 +90,7 @@ class EnginePolicy:
     sleeps: bool = False
     speculation: BaseSpeculationConfig | None = None
     trust_remote_code: bool = False
+    pictures: str | None = None
 
     @property
     def version(self) -> int | None:
@@ -133,6 +136,7 @@ def _native_arguments(config: NativeEngineConfig, policy: EnginePolicy) -> dict[
         "version": policy.version,
         "speculation": None if policy.speculation is None else policy.speculation.model_dump(),
         "trust_remote_code": policy.trust_remote_code,
+        "pictures": policy.pictures,
         **_native_options(config),
     }
 
@@ -217,7 +221,14 @@ def engine_model_directory(config: ModelConfig | None, packed: PackedCausalLM, c
         with packed.without_adapters():
             packed.model.save_pretrained(folder)
         codec.tokenizer.save_pretrained(folder)
+        if codec.pictures is not None:
+            codec.pictures.processor.save(Path(folder))
         yield folder
+
+
+def pictures_directory(codec: TextCodec) -> str | None:
+    """Returns where the pictures are that the codec reads; None where it reads none."""
+    return None if codec.pictures is None else str(codec.pictures.store.directory)
 
 
 def trusts_remote_code(config: ModelConfig | None, packed: PackedCausalLM) -> bool:
@@ -248,6 +259,7 @@ def frozen_model_engine(
             packed.numerics,
             device=device,
             trust_remote_code=trusts_remote_code(model, packed),
+            pictures=pictures_directory(codec),
         )
         router = open_engine(config, policy)
         made.callback(router.close)

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from quartet.batch.ragged import join_columns
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, TrajectoryEnd, num_policy_tokens
@@ -30,6 +30,7 @@ from quartet.config.choices import EngineConfig, RewardConfig
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig, is_served
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
+from quartet.config.run import PicturesConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm
@@ -71,8 +72,11 @@ from quartet.trainers.input_sources import (
     TokenizerLike,
     as_rewards,
     check_recipe,
+    connect_pictures,
     context_length,
+    feature_store,
     load_prompts,
+    open_pictures,
     resolve_model,
     resolve_tokenizer,
     vocabulary_size,
@@ -257,15 +261,16 @@ class EvaluationModel:
         frozen: FrozenModels,
         engine: EngineConfig = _NATIVE,
         model: PreTrainedModel | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         rewards: Rewards = (),
         prompts: Sequence[Any] | None = None,
     ) -> None:
-        tokenizer = resolve_tokenizer(config, tokenizer)
+        text = resolve_tokenizer(config, tokenizer)
         is_apart = model is None and is_served(engine) and (engine.has_own_weights or has_model_directory(config))
         causal = resolve_model(config, model, partial(load_causal_lm, empty=is_apart), "model")
-        check_vocabulary(tokenizer, vocabulary_size(causal))
-        self.codec = TextCodec.of(tokenizer, causal.generation_config)
+        check_vocabulary(text, vocabulary_size(causal))
+        pictures = open_pictures(config, causal, tokenizer)
+        self.codec = TextCodec.of(text, causal.generation_config, pictures)
         self.prompts = load_prompts(data, prompts, self.codec, context_length(causal), "data", check_all=True)
         functions = reward_functions(reward_configs, rewards)
         check_reward_columns(functions, self.prompts, self.codec)
@@ -273,6 +278,9 @@ class EvaluationModel:
         self.rewards = RewardSources(models, functions)
         placed = replace(frozen, device=META) if is_apart else frozen
         self.packed = placed.causal(causal, is_user_object=model is not None)
+        features = feature_store(self.codec, PicturesConfig())
+        for one in (self.packed, *(role.model for role in models)):
+            connect_pictures(one, features)
         self._config, self._engine = config, engine
         self._device = frozen.device if is_apart else self.packed.device
 

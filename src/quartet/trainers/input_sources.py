@@ -9,16 +9,16 @@ from functools import partial
 from itertools import chain, count, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.plugins import all_jobs, load_object
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
-from quartet.config.run import Recipe
+from quartet.config.run import PicturesConfig, Recipe
 from quartet.config.strict import short_repr
 from quartet.data.datasets import (
     JudgedData,
@@ -34,15 +34,20 @@ from quartet.data.fields import ReadOptions
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.lazy import ConcatRows, LazyExamples, TempFileRows
 from quartet.data.readers import DataRow, iter_rows
+from quartet.models.directories import read_config
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
+from quartet.models.packed_model import PackedModel
 from quartet.models.packing_probe import model_context_length
+from quartet.models.vision import FeatureStore
 from quartet.text.loading import load_generation_config, load_tokenizer, resolve_model_directory
+from quartet.text.pictures import PictureCodec, PictureProcessor, PictureStore
 from quartet.text.templates import with_template
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.run_files import recipe_job
 
 ModelLike: TypeAlias = PreTrainedModel | str | Path
-TokenizerLike: TypeAlias = PreTrainedTokenizerBase | str | Path
+TokenizerLike: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin | str | Path
+"""Of a vision-language model its processor, which has the tokenizer."""
 Reward: TypeAlias = Callable[..., Any] | PreTrainedModel
 
 R = TypeVar("R", bound=Recipe)
@@ -74,7 +79,7 @@ def check_recipe(recipe: object, kind: type[Recipe]) -> None:
 
 def with_names(
     recipe: R, model: ModelLike | None, tokenizer: TokenizerLike | None, section: str = "model"
-) -> tuple[R, PreTrainedModel | None, PreTrainedTokenizerBase | None]:
+) -> tuple[R, PreTrainedModel | None, PreTrainedTokenizerBase | ProcessorMixin | None]:
     """Returns the recipe in which ``section`` names the model and tokenizer that were passed by name, and those passed
     as objects.
 
@@ -204,9 +209,13 @@ def is_reward_model_directory(given: ModelConfig) -> bool:
     return any("SequenceClassification" in name for name in config.architectures or [])
 
 
-def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """Returns the object if there is one, else what the recipe names; with the recipe's chat template where it has
-    one."""
+def resolve_tokenizer(
+    config: ModelConfig | None, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None
+) -> PreTrainedTokenizerBase:
+    """Returns the object if there is one (of a processor its tokenizer), else what the recipe names; with the recipe's
+    chat template where it has one."""
+    if isinstance(tokenizer, ProcessorMixin):
+        tokenizer = cast(Any, tokenizer).tokenizer
     if config is None:
         if tokenizer is None:
             found = "neither a path nor an object"
@@ -219,6 +228,53 @@ def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizer
             )  # what is missing is the model, of which the tokenizer is a part
         tokenizer = load_tokenizer(config.tokenizer or config.path, trust_remote_code=config.trust_remote_code)
     return with_template(tokenizer, config.chat_template, config.chat_template_kwargs)
+
+
+def reads_pictures(config: ModelConfig | None, model: PreTrainedModel | None) -> bool:
+    """Tells whether the model that was passed, or that the recipe names, is a vision-language model."""
+    if model is None and config is None:
+        return False  # what loads it says so
+    found: Any = model.config if model is not None else None
+    if config is not None and model is None:
+        source = resolve_model_directory(config.path, "model")
+        found = read_config(source, trust_remote_code=config.trust_remote_code)
+    return getattr(found, "vision_config", None) is not None
+
+
+def open_pictures(
+    config: ModelConfig | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None,
+    directory: Path | None = None,
+) -> PictureCodec | None:
+    """Returns what reads pictures in a vision-language model's prompts: with the processor that was passed, or that of
+    the model's directory; None for a text model, or where there is no processor, so that texts alone can be read.
+
+    Args:
+        directory: of the run's pictures, which other processes read; one of this process, which ends with it, when left
+            out.
+    """
+    if getattr(model.config, "vision_config", None) is None:
+        return None
+    if isinstance(tokenizer, ProcessorMixin):
+        processor = PictureProcessor(tokenizer)
+    elif config is not None and PictureProcessor.is_at(config.tokenizer or config.path):
+        path = config.tokenizer or config.path
+        processor = PictureProcessor.load(path, trust_remote_code=config.trust_remote_code)
+    else:
+        return None
+    return PictureCodec(processor, PictureStore(directory))
+
+
+def feature_store(codec: TextCodec, config: PicturesConfig) -> FeatureStore | None:
+    """Makes the store of the features of all pictures that the codec reads; None where it reads none."""
+    return None if codec.pictures is None else FeatureStore.of(codec.pictures, config)
+
+
+def connect_pictures(packed: PackedModel, features: FeatureStore | None) -> None:
+    """Has a model's tower, if it has one, use these features."""
+    if packed.tower is not None and features is not None:
+        packed.tower.connect(features)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

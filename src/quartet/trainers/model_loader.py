@@ -14,17 +14,18 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.choices import RewardConfig
-from quartet.config.common import TrainConfig
+from quartet.config.common import ModelConfig, TrainConfig
 from quartet.config.plugins import load_object, plugin_entries
 from quartet.config.recipe import PTXConfig, RLRecipe
 from quartet.config.rewards import BaseModelReward, ModelReward
@@ -41,6 +42,7 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.models.vision import FeatureStore
 from quartet.observe.metrics import METRICS, find_metric
 from quartet.rewards.build import RuleSource, build_reward
 from quartet.rewards.builtin import accepted_answers, open_tag_of_prompt
@@ -63,7 +65,10 @@ from quartet.trainers.devices import CPU, META, FrozenModels, resolve_precision
 from quartet.trainers.input_sources import (
     check_budget,
     check_vocabulary_covers,
+    connect_pictures,
     demonstration_reader,
+    feature_store,
+    open_pictures,
     read_data,
     resolve_model,
     resolve_tokenizer,
@@ -305,7 +310,9 @@ def forward_budget(train: TrainConfig) -> TokenBudget:
 def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -> RewardModelRole:
     tokenizer, packed, budget = load_reward_model(config, frozen)
     same = have_same_vocabulary(tokenizer, codec.tokenizer)
-    foreign = None if same else TextCodec.of(tokenizer, load_generation_config(config.path))
+    own = ModelConfig(path=config.path, tokenizer=config.tokenizer, trust_remote_code=config.trust_remote_code)
+    pictures = None if same else open_pictures(own, packed.model, None)
+    foreign = None if same else TextCodec.of(tokenizer, load_generation_config(config.path), pictures)
     return RewardModelRole(config.name, packed, budget, foreign, config.weight)
 
 
@@ -332,18 +339,22 @@ class PTXData:
     relative paths begin.
     """
 
-    def __init__(self, config: PTXConfig, seed: int, read: Callable[[], SFTData]) -> None:
+    def __init__(self, config: PTXConfig, seed: int, read: Callable[[TextCodec], SFTData], codec: TextCodec) -> None:
         self.config = config
         self._seed = seed
-        self._read = read
+        self._read, self._codec = read, codec
         self._batches: Prefetcher[RaggedBatch] = Prefetcher(self.batch, ahead=config.prefetch)
 
     def __reduce__(self) -> tuple[type[PTXData], tuple[Any, ...]]:
-        return PTXData, (self.config, self._seed, self._read)
+        return PTXData, (self.config, self._seed, self._read, self._codec)
+
+    def read_with(self, codec: TextCodec) -> None:
+        """Has the rows read as this process reads them: where their pictures go is known here."""
+        self._codec = codec
 
     @cached_property
     def data(self) -> SFTData:
-        return self._read()
+        return self._read(self._codec)
 
     def batch(self, number: int) -> RaggedBatch:
         """Returns the demonstrations of update ``number``."""
@@ -390,14 +401,14 @@ def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, co
         return None
     if rows is None and (config.data is None or not config.data.parts):
         raise UserError("there is no data", found="ptx.data is missing", remedy="set ptx.data.path, or pass ptx_rows")
-    ptx = PTXData(config, recipe.seed, partial(_read, config, rows, codec, context))
+    ptx = PTXData(config, recipe.seed, partial(_read, config, rows, context), codec)
     check_budget(int(ptx.data.lengths.max()), recipe.actor.train.token_budget, "actor.train.token_budget")
     return ptx
 
 
-def _read(config: PTXConfig, rows: Sequence[Any] | None, codec: TextCodec, context: int) -> SFTData:
+def _read(config: PTXConfig, rows: Sequence[Any] | None, context: int, codec: TextCodec) -> SFTData:
     # The thread that prepares batches has a tokenizer of its own: not every one may be used by two at a time.
-    own_codec = TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids)
+    own_codec = replace(codec, tokenizer=copy.deepcopy(codec.tokenizer))
     return read_data(config.data, rows, own_codec, context, "ptx.data", demonstration_reader)
 
 
@@ -409,7 +420,7 @@ class UserObjects:
     """What comes from Python in the place of what a recipe names; pickles as long as no model is taken over."""
 
     model: PreTrainedModel | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None
     critic: PreTrainedModel | None = None
     rewards: Rewards = ()
     evaluation_rewards: Rewards = ()
@@ -417,9 +428,12 @@ class UserObjects:
     evaluation_prompts: Sequence[Any] | None = None
     environment: Callable[..., Environment] | None = None
     ptx_rows: Sequence[Any] | None = None
+    pictures: Path | None = None
+    """Directory in which the processes of a run share its pictures; without it each has its own."""
 
     def on_meta(self) -> UserObjects:
-        """Returns the same with models that have no contents; what shared weights still does."""
+        """Returns the same with models that have no contents, and so no need of pictures; what shared weights still
+        does."""
         given = (self.model, self.critic, *self.rewards, *self.evaluation_rewards)
         models = [model for model in given if isinstance(model, PreTrainedModel)]
         empty: dict[int, Any] = dict(zip(map(id, models), copy_to_meta(models), strict=True))
@@ -429,7 +443,8 @@ class UserObjects:
 
         model, critic = emptied((self.model, self.critic))
         rewards, evaluation_rewards = emptied(self.rewards), emptied(self.evaluation_rewards)
-        return replace(self, model=model, critic=critic, rewards=rewards, evaluation_rewards=evaluation_rewards)
+        emptied_objects = {"model": model, "critic": critic, "rewards": rewards}
+        return replace(self, **emptied_objects, evaluation_rewards=evaluation_rewards, pictures=None)
 
     def models_only(self) -> UserObjects:
         """Returns what workers need: functions are asked, and rows read, by the driver alone."""
@@ -437,7 +452,8 @@ class UserObjects:
             tuple(reward for reward in given if isinstance(reward, PreTrainedModel))
             for given in (self.rewards, self.evaluation_rewards)
         )
-        return UserObjects(self.model, self.tokenizer, self.critic, rewards, evaluation_rewards)
+        found = UserObjects(self.model, self.tokenizer, self.critic, rewards, evaluation_rewards)
+        return replace(found, pictures=self.pictures)
 
 
 class ModelLoader:
@@ -496,7 +512,14 @@ class ModelLoader:
         if found is None:
             load = partial(load_causal_lm, empty=True)
             found = resolve_model(self.recipe.actor.model, self.objects.model, load, "actor.model")
-        return TextCodec.of(self.tokenizer, found.generation_config)
+        objects = self.objects
+        pictures = open_pictures(self.recipe.actor.model, found, objects.tokenizer, objects.pictures)
+        return TextCodec.of(self.tokenizer, found.generation_config, pictures)
+
+    @cached_property
+    def features(self) -> FeatureStore | None:
+        """Of the pictures in prompts, for all roles in this process."""
+        return feature_store(self.codec, self.recipe.pictures)
 
     @cached_property
     def actor(self) -> PackedCausalLM:
@@ -553,6 +576,8 @@ class ModelLoader:
         found = reward_models(configs, rewards, self.codec, self.recipe.actor.train, self._frozen)
         for role in found:
             self._own(role.model)
+            if role.codec is not None:
+                connect_pictures(role.model, feature_store(role.codec, self.recipe.pictures))
         return found
 
     @cached_property
@@ -656,7 +681,8 @@ class ModelLoader:
         return TrainEngine(packed, train, total_steps=total_steps, name=f"{role}.train", mesh=mesh)
 
     def _own(self, packed: _P) -> _P:
-        """Notes that ``release`` gives ``packed`` back."""
+        """Notes that ``release`` gives ``packed`` back; it reads the run's pictures."""
+        connect_pictures(packed, self.features)
         self._taken.callback(packed.release)
         return packed
 

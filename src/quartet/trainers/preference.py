@@ -57,6 +57,7 @@ from quartet.trainers.input_sources import (
     check_budget,
     check_recipe,
     check_vocabulary_covers,
+    connect_pictures,
     longest_group,
     with_name,
 )
@@ -174,6 +175,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
             packed = FrozenModels(self.device, precision, moves_user_models=not stays).causal(
                 model, is_user_object=passed is not None
             )
+        connect_pictures(packed, self._features)
         budget = self.engine.forward_budget
 
         def forward(batch: RaggedBatch) -> ColumnSet:

@@ -353,6 +353,7 @@ class RLTrainer:
             evaluation_prompts,
             environment,
             ptx_rows,
+            self.path.absolute() / "pictures" if recipe.cluster.type == "ray" else None,
         )
         placement = run_placement(recipe, objects)
         with contextlib.ExitStack() as taken:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup, connect
@@ -75,8 +75,11 @@ from quartet.trainers.input_sources import (
     check_budget,
     check_recipe,
     choose_reader,
+    connect_pictures,
     context_length,
+    feature_store,
     longest_group,
+    open_pictures,
     read_data,
     resolve_model,
     resolve_scalar_model,
@@ -97,7 +100,7 @@ class PassedObjects:
     """What Python code passes in place of what a recipe names. Copies of it go to workers in other processes."""
 
     model: PreTrainedModel | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None
     rows: Sequence[Any] | None = None
     evaluation_rows: Sequence[Any] | None = None
     reference: PreTrainedModel | None = None
@@ -145,7 +148,8 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
         text = resolve_tokenizer(recipe.model, given.tokenizer)
         found, generation = self._resolve(given.model)
         check_vocabulary(text, vocabulary_size(found))
-        self.codec = TextCodec.of(text, generation)
+        self.codec = TextCodec.of(text, generation, open_pictures(recipe.model, found, given.tokenizer))
+        self._features = feature_store(self.codec, recipe.pictures)
         context = context_length(found)
         self.data = self._read("data", recipe.data, given.rows, context)
         self.evaluation: D | None = None
@@ -164,6 +168,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
                 seed=recipe.seed,
             )
             taken.callback(self.packed.release)
+            connect_pictures(self.packed, self._features)
             check_budget(self._longest(), train.token_budget, "train.token_budget")
             if self.mesh is not None:
                 shard_model(self.packed, self.mesh, on_host=recipe.sharding.cpu_offload)

@@ -19,6 +19,7 @@ from typing import cast
 
 import torch
 
+from quartet.batch.pictures import keys_in
 from quartet.cluster import ResourcePool, WorkerGroup, connect
 from quartet.cluster.errors import ClusterError, SmallerBudget
 from quartet.cluster.group import DeathCount
@@ -59,9 +60,11 @@ from quartet.trainers.engines import (
     has_model_directory,
     native_engine,
     open_engine,
+    pictures_directory,
     trusts_remote_code,
     vllm_dtype,
 )
+from quartet.trainers.input_sources import reads_pictures
 from quartet.trainers.model_loader import ModelLoader, PTXData, UserObjects, passed_reward_models
 from quartet.trainers.roles import RLRoles, reference_refresh_steps
 from quartet.trainers.sharded_models import TRAINED_ROLES, RoleMeshes, ShardedModels, role_shardings
@@ -147,6 +150,7 @@ def _served_rollout_worker(
             pool.budget_bytes is not None,
             speculation,
             trusts_remote_code(recipe.actor.model, actor),
+            pictures_directory(codec),
         )
         router = open_engine(config, policy)
         made.callback(router.close)
@@ -224,12 +228,14 @@ class VisionWorker:
     """Computes features of pictures before the prompts that have them are answered, for all roles to come."""
 
     def __init__(self, packed: PackedModel, codec: TextCodec) -> None:
-        self._packed = packed
+        assert packed.tower is not None, "a run without pictures has no such role"
+        self._tower = packed.tower
         # Not every tokenizer may be used by two threads at a time.
         self._codec = replace(codec, tokenizer=copy.deepcopy(codec.tokenizer))
 
     def look(self, prompt: PromptText) -> None:
-        self._packed.look_at(self._codec.encode_prompt(prompt))
+        for key in keys_in(self._codec.encode_prompt(prompt)):
+            self._tower.features(key)
 
 
 class LookAhead:
@@ -259,10 +265,10 @@ class LookAhead:
 
     async def _look(self, index: int) -> None:
         group, step = self._groups[index % len(self._groups)], index // self._step_size - 1
-        with self._recorder.span("look_ahead", step=step, role=VISION, mode=BACKGROUND):
-            # What cannot be read is an error where it is read; so is a worker that is dead.
-            with contextlib.suppress(UserError, ClusterError):
-                await group.call(VisionWorker.look, self._item(index).prompt)
+        span = self._recorder.span("look_ahead", step=step, role=VISION, mode=BACKGROUND)
+        # What cannot be read is an error where it is read; so is a worker that is dead.
+        with contextlib.suppress(UserError, ClusterError), span:
+            await group.call(VisionWorker.look, self._item(index).prompt)
 
 
 class PoolWorker(ColocatedWorker):
@@ -294,6 +300,8 @@ class PoolWorker(ColocatedWorker):
             recipe, objects, device=device, moves_user_models=True, shares_reference=shares, meshes=meshes
         )
         cut = ShardedModels(recipe, objects, device, meshes, shares_reference=shares)
+        if ptx is not None:
+            ptx.read_with(loader.codec)
         self.roles: dict[str, ModelWorker | AnyRolloutWorker | RolloutWriter | VisionWorker] = {}
 
         # Each leaves before the next one comes; those that others start from come last: a critic may start as a copy
