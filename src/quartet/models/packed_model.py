@@ -109,7 +109,7 @@ class PackedModel:
         self.gather = WHOLE
         self.parallel: Any = None
         self.stage: Any = None
-        self.work = WorkCounter()
+        self.work = WorkCounter() if self.tower is None else self.tower.work
 
     head: nn.Module
     computes_on: torch.device | None = None

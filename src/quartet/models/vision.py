@@ -36,6 +36,7 @@ from quartet.config import UserError
 from quartet.config.run import PicturesConfig
 from quartet.models.attention import language_model
 from quartet.models.memory import to_device
+from quartet.models.work import WorkCounter
 from quartet.observe.files import replace_atomically
 
 if TYPE_CHECKING:
@@ -97,9 +98,9 @@ class FeatureStore:
         self.computed = self.loaded = self.reused = 0
 
     @classmethod
-    def of(cls, pictures: PictureCodec, sizes: PicturesConfig = PicturesConfig()) -> FeatureStore:
+    def of(cls, pictures: PictureCodec, sizes: PicturesConfig | None = None) -> FeatureStore:
         """Makes the store beside the pictures that a codec reads."""
-        directory = pictures.store.directory / "features"
+        directory, sizes = pictures.store.directory / "features", sizes or PicturesConfig()
         return cls(pictures.store, pictures.processor, directory, sizes.memory_bytes, max_disk_bytes=sizes.disk_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureStore:
@@ -194,12 +195,14 @@ class ImageTower:
         placeholder_id: the id that stands for one row of a picture in the model's own inputs.
         autocast: in which features are computed.
         precision: part of the digest: features are other ones in each.
+        work: counts the pictures that it computed.
         unsupported: why pictures cannot be used, as far as the probe found a reason; texts alone can.
     """
 
     unsupported: str | None = None
 
     def __init__(self, model: PreTrainedModel, base: PreTrainedModel, placeholder_id: int) -> None:
+        self.work = WorkCounter()
         self._model, self._base = model, base
         self.placeholder_id = placeholder_id
         self.autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -357,6 +360,7 @@ class ImageTower:
             )
         known = inspect.signature(self._base.get_image_features).parameters
         given = {name: value.to(weight.device) for name, value in inputs.items() if name in known}
+        self.work.pictures += 1
         with self.autocast():
             output: Any = self._base.get_image_features(**given, return_dict=True)
         deep = getattr(output, "deepstack_features", None)

@@ -89,6 +89,7 @@ class WorkTotals:
         sent_bytes: weights, gradients and rows, to other processes.
         host_peak_bytes, device_peak_bytes: of a process, since it began; the largest.
         sent: of ``sent_bytes`` how many by each kind of collective.
+        pictures: that went through the model's tower.
     """
 
     computed_tokens: int = 0
@@ -100,6 +101,7 @@ class WorkTotals:
     host_peak_bytes: int = 0
     device_peak_bytes: int = 0
     sent: Mapping[str, int] = field(default_factory=dict)
+    pictures: int = 0
 
     @classmethod
     def joined(cls, parts: Iterable[WorkTotals]) -> WorkTotals:
@@ -115,6 +117,7 @@ class WorkTotals:
             max((part.host_peak_bytes for part in parts), default=0),
             max((part.device_peak_bytes for part in parts), default=0),
             dict(sum((Counter(part.sent) for part in parts), Counter[str]())),
+            sum(part.pictures for part in parts),
         )
 
 
@@ -122,7 +125,7 @@ class WorkCounter:
     """Counts the work of one model in this process."""
 
     def __init__(self) -> None:
-        self.computed_tokens = self.useful_tokens = 0
+        self.computed_tokens = self.useful_tokens = self.pictures = 0
         self.flops = self._seconds = 0.0
         self.sent: Counter[str] = Counter()
         """Bytes by kind of collective."""
@@ -149,8 +152,9 @@ class WorkCounter:
             peak_resident_bytes(),
             torch.cuda.max_memory_allocated(device) if on_gpu else 0,
             dict(self.sent),
+            self.pictures,
         )
         self.sent.clear()
-        self.computed_tokens = self.useful_tokens = 0
+        self.computed_tokens = self.useful_tokens = self.pictures = 0
         self.flops = self._seconds = 0.0
         return found

@@ -582,6 +582,7 @@ class NativeEngine:
             num_waiting=len(self._scheduler.waiting),
             cached_tokens=self._cached_tokens(),
             cache_bytes=self._cache_bytes(),
+            num_pictures=self.packed.work.pictures if self.owns_weights else 0,
         )
 
 

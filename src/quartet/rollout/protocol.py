@@ -193,6 +193,7 @@ class EngineStats:
         drafted_by_depth: places with drafted tokens (several where a draft branches) whose forerunners in the draft
             were all kept, from the first of a draft on.
         kept_by_depth: of these the ones of which a token was kept, too.
+        num_pictures: that went through a tower of the engine's own.
     """
 
     policy_version: int = 0
@@ -209,6 +210,7 @@ class EngineStats:
     num_row_steps: int = 0
     drafted_by_depth: tuple[int, ...] = ()
     kept_by_depth: tuple[int, ...] = ()
+    num_pictures: int = 0
 
     @classmethod
     def total(cls, stats: Sequence[EngineStats]) -> EngineStats:

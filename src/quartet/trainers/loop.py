@@ -24,7 +24,7 @@ from quartet.batch.trajectory import CUT_OFF, Trajectories, TrajectoryEnd, num_p
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, DynamicSamplingConfig, GroupAlgorithm, OnlineDPO, SelectionAlgorithm
 from quartet.config.engines import is_served
-from quartet.config.placement import HEADS
+from quartet.config.placement import HEADS, VISION
 from quartet.observe.health import straggler_metrics
 from quartet.observe.memory import resident_bytes
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
@@ -224,6 +224,7 @@ class RLLoop:
         seconds, spans = watch.seconds, self._recorder.of_step(step)
         trained, of_role = done - self.roles.warmup_steps, await self.roles.stats()
         stats = of_role.values()
+        pictures = sum(of.work.pictures for of in stats) + after.num_pictures - before.num_pictures
         return {
             **timing_metrics(spans, seconds, generated),
             **throughput(
@@ -239,6 +240,7 @@ class RLLoop:
             **(self._sampling.take_metrics() if self._sampling is not None else {}),
             **(self.roles.ptx.metrics(trained * minibatches) if self.roles.ptx is not None and trained > 0 else {}),
             **await self.roles.refresh_reference(done),
+            **({"pictures/computed": float(pictures)} if VISION in self._workers.placement.pool_of else {}),
             **self._engine_metrics(),
             **(draft_metrics(before, after) if self.recipe.rollout.speculation is not None else {}),
             "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from quartet.batch.pictures import keys_in
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup, connect
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, CustomDispatch, dispatch
@@ -208,13 +209,20 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
 
     @cached_property
     def _batches(self) -> Prefetcher[Any]:
-        """The batches of each step; one is prepared ahead where rows have to be read and tokenised for it."""
-        size, seed = self._rows_per_step, self.recipe.seed
+        """The batches of each step; one is prepared ahead where rows have to be read and tokenised for it, or pictures
+        looked at."""
+        size, seed, tower = self._rows_per_step, self.recipe.seed, self.packed.tower
+        looks = tower is not None and not tower.trains and self.mesh is None
 
         def make(step: int) -> RaggedBatch | None:
-            return self.data.batch(step, size, seed) if step < self.steps else None
+            if step >= self.steps:
+                return None
+            batch = self.data.batch(step, size, seed)
+            for key in keys_in(batch.input_ids.tolist()) if looks and tower is not None else ():
+                tower.features(key)
+            return batch
 
-        return Prefetcher(make, ahead=1 if self.data.unchecked else 0)
+        return Prefetcher(make, ahead=1 if self.data.unchecked or looks else 0)
 
     @property
     def _rows_per_step(self) -> int:
