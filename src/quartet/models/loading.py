@@ -360,6 +360,8 @@ def _probe_tiny_model(packed: PackedModel) -> None:
     small = _take_over(type(packed), tiny, lora=lora)
     packed.shares_prefixes, packed.unshared_because = small.shares_prefixes, small.unshared_because
     packed.relative_positions = small.relative_positions
+    if packed.tower is not None and small.tower is not None:
+        packed.tower.unsupported = small.tower.unsupported
     if isinstance(packed, PackedCausalLM) and isinstance(small, PackedCausalLM):
         packed.logit_scale = small.logit_scale
 

@@ -19,7 +19,7 @@ import inspect
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -192,6 +192,7 @@ class ImageTower:
     """What a vision-language model has beside its language model.
 
     Attributes:
+        base: the model without its head.
         placeholder_id: the id that stands for one row of a picture in the model's own inputs.
         autocast: in which features are computed.
         precision: part of the digest: features are other ones in each.
@@ -203,12 +204,14 @@ class ImageTower:
 
     def __init__(self, model: PreTrainedModel, base: PreTrainedModel, placeholder_id: int) -> None:
         self.work = WorkCounter()
-        self._model, self._base = model, base
+        self._model, self.base = model, base
         self.placeholder_id = placeholder_id
         self.autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self.precision = "fp32"
         self._store: FeatureStore | None = None
         self._grids: dict[int, Grid] = {}
+        self._num_rows: dict[int, int] = {}
+        self._of_probe: Mapping[int, ImageFeatures] = {}
         self._digest: tuple[object, str] | None = None
 
     @classmethod
@@ -244,19 +247,19 @@ class ImageTower:
     @cached_property
     def has_axes(self) -> bool:
         """Whether positions are of time, height and width."""
-        return hasattr(self._base, "get_rope_index")
+        return hasattr(self.base, "get_rope_index")
 
     # Weights -----------------------------------------------------------------------------------------------
 
     def _parts(self) -> list[nn.Module]:
         language = language_model(self._model)
-        return [child for child in self._base.children() if child is not language]
+        return [child for child in self.base.children() if child is not language]
 
     def _weights(self) -> dict[str, Tensor]:
         """Parameters and buffers that features depend on, by name."""
         parts = {id(t) for part in self._parts() for t in (*part.parameters(), *part.buffers())}
-        parts |= {id(p) for p in self._base.parameters(recurse=False)}
-        return {name: t for name, t in self._base.state_dict(keep_vars=True).items() if id(t) in parts}
+        parts |= {id(p) for p in self.base.parameters(recurse=False)}
+        return {name: t for name, t in self.base.state_dict(keep_vars=True).items() if id(t) in parts}
 
     def modules(self) -> Iterator[nn.Module]:
         """Yields those of tower and projector."""
@@ -267,7 +270,7 @@ class ImageTower:
         """Yields the weights of tower and projector."""
         for part in self._parts():
             yield from part.parameters()
-        yield from self._base.parameters(recurse=False)
+        yield from self.base.parameters(recurse=False)
 
     @property
     def trains(self) -> bool:
@@ -314,6 +317,8 @@ class ImageTower:
         Raises:
             UserError: the run has no such picture, or no pictures at all, or the model cannot take any packed.
         """
+        if key in self._of_probe:
+            return self._of_probe[key]
         store = self._connected()
         if self.trains:
             found = self.compute(store.inputs(key))
@@ -323,7 +328,17 @@ class ImageTower:
                 found = store.get(self.digest, key, self._computed_on_host)
         if found.grid is not None:
             self._grids[key] = found.grid
+        self._num_rows[key] = len(found.rows)
         return found
+
+    @contextlib.contextmanager
+    def with_features(self, features: Mapping[int, ImageFeatures]) -> Iterator[None]:
+        """Takes these features of pictures in the ``with`` block, whatever the tower would make of them."""
+        self._of_probe = features
+        try:
+            yield
+        finally:
+            self._of_probe = {}
 
     def _computed_on_host(self, inputs: dict[str, Tensor]) -> ImageFeatures:
         found = self.compute(inputs)
@@ -358,11 +373,11 @@ class ImageTower:
                 found=f"{type(self._model).__name__} with sharding.tensor",
                 remedy="set sharding.tensor to 1 for models that take pictures",
             )
-        known = inspect.signature(self._base.get_image_features).parameters
+        known = inspect.signature(self.base.get_image_features).parameters
         given = {name: value.to(weight.device) for name, value in inputs.items() if name in known}
         self.work.pictures += 1
         with self.autocast():
-            output: Any = self._base.get_image_features(**given, return_dict=True)
+            output: Any = self.base.get_image_features(**given, return_dict=True)
         deep = getattr(output, "deepstack_features", None)
         layers = None if not deep else torch.stack([_rows(layer) for layer in deep])
         return ImageFeatures(_rows(output.pooler_output), layers, self._grid_of(inputs))
@@ -426,16 +441,19 @@ class ImageTower:
         return selected([f.rows for f in features], 0), selected(deep, 1) if deep else None
 
     def check_counts(self, ids: Tensor) -> None:
-        """Checks that pictures have as many places as rows of features, in sequences that have them as a whole.
+        """Checks that pictures have as many places as rows of features, as far as these were needed until now.
+
+        Args:
+            ids: of sequences that have each picture as a whole.
 
         Raises:
             UserError: one has not.
         """
         keys, rows = split_picture_ids(ids[picture_places(ids)])
         for key in keys.unique().tolist():
-            places, num_rows = int(rows[keys == key].max()) + 1, len(self.features(key).rows)
-            if places != num_rows:
-                raise _mismatch(key, places, num_rows)
+            places = int(rows[keys == key].max()) + 1
+            if places != self._num_rows.get(key, places):
+                raise _mismatch(key, places, self._num_rows[key])
 
     def positions(self, ids: Sequence[int], start: int) -> tuple[Tensor, int]:
         """Computes positions of a sequence, or of a piece of one in which no picture begins or ends half.
@@ -471,6 +489,8 @@ class ImageTower:
         return torch.cat(pieces, 1), start + len(ids) - done
 
     def _grid(self, key: int) -> Grid:
+        if key in self._of_probe:
+            return self._of_probe[key].grid or (1, 1, 1)
         if key not in self._grids:
             # Weights may be cut over ranks outside of a pass; then features cannot be had now.
             whole = not hasattr(next(self.parameters()), "full_tensor")

@@ -281,7 +281,10 @@ class PackedPass:
         stage = self._packed.stage
         if stage is None or stage.is_last:  # every stage has the same rows
             self._packed.work.computed_tokens += self._packed.num_rows(self.num_rows)
-        return self._packed.hidden(self._ids, self._positions, self._attention, received)
+        hidden = self._packed.hidden(self._ids, self._positions, self._attention, received)
+        if self._packed.tower is not None:
+            self._packed.tower.check_counts(self._pack.input_ids)
+        return hidden
 
     def _read(self, hidden: Tensor) -> ForwardOutputs:
         packed, needs, scatter = self._packed, self._needs, self._pack.scatter
