@@ -228,7 +228,7 @@ def _know_scalar_class(config: PreTrainedConfig) -> None:
     family = next(kind for kind in body.__mro__ if kind.__name__.endswith("PreTrainedModel"))
     name = body.__name__.removesuffix("Model") + "ForSequenceClassification"
     made = type(name, (GenericForSequenceClassification, family), {"config_class": type(config)})
-    AutoModelForSequenceClassification.register(type(config), made)
+    AutoModelForSequenceClassification.register(type(config), made, exist_ok=True)
 
 
 def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -496,6 +496,8 @@ def save_scalar_model(
     if saved_paths(packed, path) != (path,):
         rows = f"model.resize_token_embeddings({pad_id + 1}) and " if pad_id >= num_rows else ""
         warnings.append(f"to score batches by the adapter, call {rows}set model.config.pad_token_id = {pad_id} first")
+    if type(packed.model).__module__ == __name__:
+        warnings.append(f"transformers has no {type(packed.model).__name__}: load_scalar_model of Quartet loads it")
     if not packed.relative_positions:
         warnings.append("its positions are counted from the left, so pad batches on the right, as its tokenizer does")
     return "; ".join(warnings) or None

@@ -99,7 +99,8 @@ class PackedModel:
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         if self.tower is not None:
             self.body = attention.language_model(model)
-            self.tower.autocast, self.tower.precision = self.autocast, precision
+            self.tower.autocast = self.autocast
+            self.tower.rounded = self.rounded_parameters if precision == "bf16" else set
             self.tower.freeze("language")
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed: list[nn.Module] = []

@@ -195,7 +195,7 @@ class ImageTower:
         base: the model without its head.
         placeholder_id: the id that stands for one row of a picture in the model's own inputs.
         autocast: in which features are computed.
-        precision: part of the digest: features are other ones in each.
+        rounded: the parameters that it rounds to bf16 before every use, whether or not they are held so.
         work: counts the pictures that it computed.
         unsupported: why pictures cannot be used, as far as the probe found a reason; texts alone can.
     """
@@ -207,7 +207,7 @@ class ImageTower:
         self._model, self.base = model, base
         self.placeholder_id = placeholder_id
         self.autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        self.precision = "fp32"
+        self.rounded: Callable[[], set[nn.Parameter]] = set
         self._store: FeatureStore | None = None
         self._grids: dict[int, Grid] = {}
         self._num_rows: dict[int, int] = {}
@@ -286,15 +286,13 @@ class ImageTower:
 
     @property
     def digest(self) -> str:
-        """Of the weights, as the products of this precision take them; computed again once a weight has changed."""
+        """Of the weights, as products take them; computed again once one has changed."""
         weights = self._weights()
         state = [(name, w.data_ptr(), w._version) for name, w in weights.items()]
         if self._digest is None or self._digest[0] != state:
-            found = blake2b(self.precision.encode(), digest_size=16)
+            found, rounded = blake2b(digest_size=16), {id(p) for p in self.rounded()}
             for name, weight in weights.items():
-                # Frozen weights may be held as autocast rounds them.
-                rounded = self.precision == "bf16" and weight.is_floating_point() and weight.ndim > 1
-                plain = weight.detach().to(torch.bfloat16) if rounded else weight.detach()
+                plain = weight.detach().to(torch.bfloat16) if id(weight) in rounded else weight.detach()
                 found.update(f"{name}{tuple(plain.shape)}{plain.dtype}".encode())
                 found.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             self._digest = state, found.hexdigest()
@@ -429,7 +427,7 @@ class ImageTower:
         sizes = torch.tensor([len(f.rows) for f in features])
         if bool((wrong := rows >= sizes[which]).any()):
             at = int(wrong.nonzero()[0])
-            raise _mismatch(int(keys[at]), int(rows[keys == keys[at]].max()) + 1, int(sizes[which[at]]))
+            raise _mismatch(int(keys[at]), _num_places(ids, int(keys[at])), int(sizes[which[at]]))
         index = (sizes.cumsum(0) - sizes)[which] + rows
 
         def selected(parts: list[Tensor], dim: int) -> Tensor:
@@ -449,9 +447,8 @@ class ImageTower:
         Raises:
             UserError: one has not.
         """
-        keys, rows = split_picture_ids(ids[picture_places(ids)])
-        for key in keys.unique().tolist():
-            places = int(rows[keys == key].max()) + 1
+        for key in split_picture_ids(ids[picture_places(ids)])[0].unique().tolist():
+            places = _num_places(ids, key)
             if places != self._num_rows.get(key, places):
                 raise _mismatch(key, places, self._num_rows[key])
 
@@ -467,10 +464,10 @@ class ImageTower:
         """
         if not self.has_axes:
             return torch.arange(start, start + len(ids)), start + len(ids)
-        row = torch.tensor(ids, dtype=torch.int64)
-        pieces, done = [], 0
-        places = picture_places(row).nonzero().squeeze(1).tolist()
-        upcoming = 0
+        whole = torch.tensor(ids, dtype=torch.int64)
+        places = picture_places(whole).nonzero().squeeze(1).tolist()
+        pieces: list[Tensor] = []
+        done = upcoming = 0
         while upcoming < len(places):
             first = places[upcoming]
             pieces.append(torch.arange(start, start + first - done).expand(3, -1))
@@ -479,7 +476,7 @@ class ImageTower:
             time, height, width = self._grid(key)
             size = time * height * width
             if list(ids[first : first + size]) != picture_ids(key, size):
-                raise _mismatch(key, sum(key_of(i) == key for i in ids[first:]), size)
+                raise _mismatch(key, _num_places(whole, key), size)
             number = torch.arange(size)
             axes = (number // (height * width), number // width % height, number % width)
             pieces.append(start + torch.stack(axes))
@@ -513,6 +510,12 @@ _ENCODERS = ("vision_tower", "vision_model", "visual", "vision_encoder")
 def _rows(found: Tensor | Sequence[Tensor]) -> Tensor:
     """Joins what a tower gives of one picture, whether by tiles or not, to ``[n, D]``."""
     return torch.cat([part.flatten(0, -2) for part in found])
+
+
+def _num_places(ids: Tensor, key: int) -> int:
+    """Returns how many places of the picture the ids know of."""
+    keys, rows = split_picture_ids(ids[picture_places(ids)])
+    return int(rows[keys == key].max()) + 1
 
 
 def _mismatch(key: int, places: int, rows: int) -> UserError:
