@@ -173,7 +173,7 @@ class PackedModel:
         An exact context gets more rows where these are too few for exact products.
 
         Args:
-            input_ids: of a vision-language model, places of pictures among them; they may lie on the host.
+            input_ids: of a vision-language model, places of pictures among them, where they lie on the host.
             position_ids: ``[P]``, or ``[3, P]`` where the tower says so.
             received: ``[P, D]`` of the layers before those that are here.
 

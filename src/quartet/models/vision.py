@@ -38,6 +38,7 @@ from quartet.models.attention import language_model
 from quartet.models.memory import to_device
 from quartet.models.work import WorkCounter
 from quartet.observe.files import replace_atomically
+from quartet.weights.digest import tensor_digest
 
 if TYPE_CHECKING:
     from quartet.text.pictures import PictureCodec, PictureProcessor, PictureStore
@@ -251,24 +252,18 @@ class ImageTower:
 
     # Weights -----------------------------------------------------------------------------------------------
 
-    def _parts(self) -> list[nn.Module]:
+    def _parts(self) -> dict[str, nn.Module]:
         language = language_model(self._model)
-        return [child for child in self.base.children() if child is not language]
-
-    def _weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers that features depend on, by name."""
-        parts = {id(t) for part in self._parts() for t in (*part.parameters(), *part.buffers())}
-        parts |= {id(p) for p in self.base.parameters(recurse=False)}
-        return {name: t for name, t in self.base.state_dict(keep_vars=True).items() if id(t) in parts}
+        return {name: child for name, child in self.base.named_children() if child is not language}
 
     def modules(self) -> Iterator[nn.Module]:
         """Yields those of tower and projector."""
-        for part in self._parts():
+        for part in self._parts().values():
             yield from part.modules()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields the weights of tower and projector."""
-        for part in self._parts():
+        for part in self._parts().values():
             yield from part.parameters()
         yield from self.base.parameters(recurse=False)
 
@@ -279,22 +274,30 @@ class ImageTower:
 
     def freeze(self, train: Literal["language", "projector", "all"]) -> None:
         """Decides what of tower and projector trains beside the language model: nothing, the projector, or both."""
-        for name, weight in self._weights().items():
-            if isinstance(weight, nn.Parameter):
-                encoder = name.split(".")[0] in _ENCODERS and "merger" not in name
-                weight.requires_grad_(train == "all" or (train == "projector" and not encoder))
+        for parameter in self.parameters():
+            parameter.requires_grad_(train != "language")
+        if train == "projector":
+            for part in self._parts().values():
+                for name, parameter in part.named_parameters():
+                    # Encoders are models of their own; those of Qwen-VL have the projector, mergers, in them.
+                    parameter.requires_grad_(not isinstance(part, PreTrainedModel) or "merger" in name)
 
     @property
     def digest(self) -> str:
-        """Of the weights, as products take them; computed again once one has changed."""
-        weights = self._weights()
-        state = [(name, w.data_ptr(), w._version) for name, w in weights.items()]
+        """Of the weights, as products take them; computed again once one has changed. Within a pass only where ranks
+        have them between them.
+        """
+        weights: dict[str, Tensor] = dict(self.base.named_parameters(recurse=False))
+        for name, part in self._parts().items():
+            # No state dict: making one would give weights back that ranks have gathered for a pass.
+            weights |= {f"{name}.{k}": t for k, t in (*part.named_parameters(), *part.named_buffers())}
+        state = [(id(weight), weight._version) for weight in weights.values()]
         if self._digest is None or self._digest[0] != state:
             found, rounded = blake2b(digest_size=16), {id(p) for p in self.rounded()}
             for name, weight in weights.items():
-                plain = weight.detach().to(torch.bfloat16) if id(weight) in rounded else weight.detach()
-                found.update(f"{name}{tuple(plain.shape)}{plain.dtype}".encode())
-                found.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                # A copy: memory that numpy has seen cannot be given back, as that gathered for a pass is.
+                plain = weight.detach().to(torch.bfloat16 if id(weight) in rounded else weight.dtype, copy=True)
+                found.update(f"{name} {tuple(plain.shape)} {plain.dtype} {tensor_digest(plain)}".encode())
             self._digest = state, found.hexdigest()
         return self._digest[1]
 
@@ -309,34 +312,40 @@ class ImageTower:
         if self._store is not None:
             self._store.processor.save(directory)
 
-    def features(self, key: int) -> ImageFeatures:
-        """Returns the features of a picture: of this pass alone where the tower trains, else kept ones, on the host.
+    def features(self, keys: Sequence[int]) -> list[ImageFeatures]:
+        """Returns the features of pictures: of this pass alone where the tower trains, else kept ones, on the host.
 
         Raises:
             UserError: the run has no such picture, or no pictures at all, or the model cannot take any packed.
         """
-        if key in self._of_probe:
-            return self._of_probe[key]
+        if self._of_probe:
+            return [self._of_probe[key] for key in keys]
         store = self._connected()
         if self.trains:
-            found = self.compute(store.inputs(key))
+            found = [self.compute(store.inputs(key)) for key in keys]
         else:
             # What is kept serves passes with gradients too.
             with torch.inference_mode(False), torch.no_grad():
-                found = store.get(self.digest, key, self._computed_on_host)
-        if found.grid is not None:
-            self._grids[key] = found.grid
-        self._num_rows[key] = len(found.rows)
+                digest, start = self.digest, os.getpid() % max(1, len(keys))
+                # Of several processes each begins elsewhere, and finds what the others have computed meanwhile.
+                order = [*keys[start:], *keys[:start]]
+                held = {key: store.get(digest, key, self._computed_on_host) for key in order}
+                found = [held[key] for key in keys]
+        for key, features in zip(keys, found, strict=True):
+            self._num_rows[key] = len(features.rows)
+            if features.grid is not None:
+                self._grids[key] = features.grid
         return found
 
     @contextlib.contextmanager
     def with_features(self, features: Mapping[int, ImageFeatures]) -> Iterator[None]:
         """Takes these features of pictures in the ``with`` block, whatever the tower would make of them."""
-        self._of_probe = features
+        self._of_probe, former = features, self._grids
+        self._grids = {key: each.grid for key, each in features.items() if each.grid is not None}
         try:
             yield
         finally:
-            self._of_probe = {}
+            self._of_probe, self._grids = {}, former
 
     def _computed_on_host(self, inputs: dict[str, Tensor]) -> ImageFeatures:
         found = self.compute(inputs)
@@ -364,21 +373,15 @@ class ImageTower:
             inputs: as the processor makes them for a batch of this picture alone; what the tower does not know is left
                 out.
         """
-        weight = next(self.parameters())
-        if hasattr(weight, "full_tensor"):
-            raise UserError(
-                "a tower whose weights are cut over ranks cannot run",
-                found=f"{type(self._model).__name__} with sharding.tensor",
-                remedy="set sharding.tensor to 1 for models that take pictures",
-            )
+        device = next(self.parameters()).device
         known = inspect.signature(self.base.get_image_features).parameters
-        given = {name: value.to(weight.device) for name, value in inputs.items() if name in known}
+        given = {name: value.to(device) for name, value in inputs.items() if name in known}
         self.work.pictures += 1
         with self.autocast():
             output: Any = self.base.get_image_features(**given, return_dict=True)
         deep = getattr(output, "deepstack_features", None)
         layers = None if not deep else torch.stack([_rows(layer) for layer in deep])
-        return ImageFeatures(_rows(output.pooler_output), layers, self._grid_of(inputs))
+        return ImageFeatures(_rows(output.pooler_output), layers, self._grid_of(inputs) if self.has_axes else None)
 
     # Places ------------------------------------------------------------------------------------------------
 
@@ -386,30 +389,41 @@ class ImageTower:
     def placing(self, ids: Tensor) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Has the embedding put features where ``ids [P]`` are those of pictures, in the ``with`` block.
 
-        Pictures are looked for where the ids lie: on the host nothing waits for a GPU.
+        Pictures are looked for on the host, so that nothing waits for a GPU: ids that lie on one have none.
 
         Yields:
             ids that the embedding takes, and further arguments of the language model.
 
         Raises:
-            UserError: a picture has fewer rows of features than places, or is not there.
+            UserError: a picture has fewer rows of features than places, or is not there; tensor ranks have the
+                weights between them.
         """
-        if not bool(picture_places(ids).any()):
+        learns = torch.is_grad_enabled() and self.trains
+        mask = picture_places(ids) if ids.device.type == "cpu" else torch.zeros(0, dtype=torch.bool)
+        if not learns and not bool(mask.any()):
             yield ids, {}
             return
-        ids = ids.cpu()
-        mask, embedding = picture_places(ids), self._model.get_input_embeddings()
+        if _is_cut(next(self.parameters())):
+            raise UserError(
+                "pictures cannot be used over tensor ranks",
+                found=f"{type(self._model).__name__} with sharding.tensor",
+                remedy="set sharding.tensor to 1 for models that take pictures",
+            )
+        embedding, extra = self._model.get_input_embeddings(), {}
         device = embedding.weight.device
-        rows, deep = self._selected(ids[mask], device)
         places = to_device(mask.nonzero().squeeze(1), device)
-
-        def put(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-            found = embedded.squeeze(0).index_put((places,), rows.to(embedded.dtype))
-            return found.unsqueeze(0)
-
-        extra: dict[str, Any] = {}
+        rows, deep = self._selected(ids[mask], device) if len(places) else (None, None)
         if deep is not None:
             extra = {"visual_pos_masks": to_device(mask.unsqueeze(0), device), "deepstack_visual_embeds": list(deep)}
+
+        def put(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+            found = embedded.squeeze(0)
+            if rows is not None:
+                found = found.index_put((places,), rows.to(embedded.dtype))
+            if learns:  # of all weights in every pass, with pictures or not: ranks add up what each other has
+                found = found + 0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
+            return found.unsqueeze(0)
+
         hook = embedding.register_forward_hook(put)
         try:
             yield ids.masked_fill(mask, 0), extra
@@ -420,10 +434,7 @@ class ImageTower:
         """Returns the rows of features of picture ids ``[M]``: ``[M, D]``, and ``[L, M, D]`` where layers take more."""
         keys, rows = split_picture_ids(ids)
         distinct, which = keys.unique(return_inverse=True)
-        # Of several processes each begins elsewhere, and finds what the others have computed meanwhile.
-        order = distinct.roll(os.getpid()).tolist()
-        found = {key: self.features(key) for key in order}
-        features = [found[key] for key in distinct.tolist()]
+        features = self.features(distinct.tolist())
         sizes = torch.tensor([len(f.rows) for f in features])
         if bool((wrong := rows >= sizes[which]).any()):
             at = int(wrong.nonzero()[0])
@@ -486,30 +497,28 @@ class ImageTower:
         return torch.cat(pieces, 1), start + len(ids) - done
 
     def _grid(self, key: int) -> Grid:
-        if key in self._of_probe:
-            return self._of_probe[key].grid or (1, 1, 1)
         if key not in self._grids:
-            # Weights may be cut over ranks outside of a pass; then features cannot be had now.
-            whole = not hasattr(next(self.parameters()), "full_tensor")
-            found = None if self.trains or not whole else self.features(key).grid
-            self._grids[key] = found or self._grid_of(self._connected().inputs(key)) or (1, 1, 1)
+            # Outside of a pass ranks may have the weights between them.
+            if not self.trains and not _is_cut(next(self.parameters())):
+                self.features([key])
+            else:
+                self._grids[key] = self._grid_of(self._connected().inputs(key))
         return self._grids[key]
 
-    def _grid_of(self, inputs: dict[str, Tensor]) -> Grid | None:
-        if not self.has_axes:
-            return None
+    def _grid_of(self, inputs: dict[str, Tensor]) -> Grid:
         time, height, width = _triple(inputs["image_grid_thw"][0])
         merged = int(self._model.config.vision_config.spatial_merge_size)
         return time, height // merged, width // merged
 
 
-_ENCODERS = ("vision_tower", "vision_model", "visual", "vision_encoder")
-"""Names of encoders in their models; those of Qwen-VL have the projector, a merger, in them."""
-
-
 def _rows(found: Tensor | Sequence[Tensor]) -> Tensor:
     """Joins what a tower gives of one picture, whether by tiles or not, to ``[n, D]``."""
     return torch.cat([part.flatten(0, -2) for part in found])
+
+
+def _is_cut(weight: Tensor) -> bool:
+    """Tells whether this rank has but a part of it, as a DTensor."""
+    return hasattr(weight, "full_tensor")
 
 
 def _num_places(ids: Tensor, key: int) -> int:

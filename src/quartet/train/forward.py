@@ -252,7 +252,7 @@ class PackedPass:
         self._packed, self._needs, self._chunk, self._pack = packed, needs, logprob_chunk, packed_batch
         ids, positions = packed_batch.input_ids[split.span], _positions(packed, packed_batch)[..., split.span]
         # Pictures are looked for on the host.
-        self._ids = ids if packed.tower is not None else to_device_async(ids, device)
+        self._ids = ids.cpu() if packed.tower is not None else to_device_async(ids, device)
         self._positions = to_device_async(positions, device)
         self._attention = split.attention(packed_batch.attention(exact=packed.numerics == "exact"))
 

@@ -218,8 +218,8 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
             if step >= self.steps:
                 return None
             batch = self.data.batch(step, size, seed)
-            for key in keys_in(batch.input_ids.tolist()) if looks and tower is not None else ():
-                tower.features(key)
+            if looks and tower is not None:
+                tower.features(keys_in(batch.input_ids.tolist()))
             return batch
 
         return Prefetcher(make, ahead=1 if self.data.unchecked or looks else 0)

@@ -234,8 +234,7 @@ class VisionWorker:
         self._codec = replace(codec, tokenizer=copy.deepcopy(codec.tokenizer))
 
     def look(self, prompt: PromptText) -> None:
-        for key in keys_in(self._codec.encode_prompt(prompt)):
-            self._tower.features(key)
+        self._tower.features(keys_in(self._codec.encode_prompt(prompt)))
 
 
 class LookAhead:
