@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quartet.batch.pictures import picture_places
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.config.plugins import load_object, plugin_entries
@@ -331,10 +332,13 @@ class NativeEngine:
         places = [self._positions(prefill) for prefill in prefills]
         positions = torch.cat([*places, rest.expand(3, -1) if axes else rest], -1)
         filled = to_device(torch.cat([tokens.unsqueeze(0), positions.view(-1, len(tokens))]), self.packed.device)
-        tokens, positions = filled[0], filled[1:] if axes else filled[1]
+        if self._tower is None or not bool(picture_places(tokens).any()):  # pictures are looked for on the host
+            tokens = filled[0]
+        positions = filled[1:] if axes else filled[1]
         if new is None or newest is None:
             return tokens, positions
-        return torch.cat([new.tokens[:num_rows], tokens]), torch.cat([newest[..., :num_rows], positions], -1)
+        newest_tokens = new.tokens[:num_rows].to(tokens.device)
+        return torch.cat([newest_tokens, tokens]), torch.cat([newest[..., :num_rows], positions], -1)
 
     def _positions(self, prefill: PrefillChunk) -> Tensor:
         """Returns the positions ``[n]``, or ``[3, n]``, of a chunk's tokens."""
