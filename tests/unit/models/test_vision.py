@@ -28,6 +28,7 @@ from quartet.models.loading import (
     save_causal_lm,
     save_scalar_model,
     scalar_model_from,
+    seen_token_mask,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.models.vision import FeatureStore, ImageFeatures
@@ -590,7 +591,9 @@ def test_scalar_models(setting: Setting, tmp_path: Path, make_tokenizer: Any) ->
         before = values(critic)
         expected = [setting.states(batch, s)[-1] @ weight[0] for s in range(len(batch))]
         torch.testing.assert_close(before, torch.stack(expected), rtol=2e-5, atol=2e-5)
-        save_scalar_model(critic, make_tokenizer(), tmp_path / "critic", seen=torch.ones(4, dtype=torch.bool))
+        save_scalar_model(
+            critic, make_tokenizer(), tmp_path / "critic", seen=seen_token_mask(VOCAB, iter([batch.input_ids]))
+        )
         again = values(packed_scalar_model(load_scalar_model(str(tmp_path / "critic"))))
     assert torch.equal(again, before)
     assert setting.store.computed == 3
