@@ -28,6 +28,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
+from quartet.batch.pictures import picture_places
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.attention import original_attention
@@ -509,8 +510,8 @@ def _config_eos_ids(model: PreTrainedModel) -> set[int]:
 
 
 def seen_token_mask(vocab_size: int, batches: Iterator[Tensor]) -> Tensor:
-    """Returns ``[V]`` bool: ids that occur in any of the id tensors."""
+    """Returns ``[V]`` bool: ids that occur in any of the id tensors, besides places of pictures."""
     seen = torch.zeros(vocab_size, dtype=torch.bool)
     for ids in batches:
-        seen[ids] = True
+        seen[ids[~picture_places(ids)]] = True
     return seen

@@ -28,6 +28,7 @@ from quartet.models.loading import (
     save_causal_lm,
     save_scalar_model,
     scalar_model_from,
+    seen_token_mask,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.models.vision import FeatureStore, ImageFeatures
@@ -185,6 +186,14 @@ class Drawer:
         return {"pixel_values": pixels(1, 3, 16, 16)}
 
 
+class DrawerOfTwo(Drawer):
+    """Of pictures of which each stands beside another one in its prompt: none is cut into tiles."""
+
+    def inputs(self, drawing: Drawing) -> dict[str, Tensor]:
+        found = super().inputs(drawing)
+        return {**found, "pixel_values": found["pixel_values"][:, :1], "batch_num_images": torch.tensor([2])}
+
+
 def _together(inputs: Sequence[dict[str, Tensor]], kind: str) -> dict[str, Tensor]:
     """What the unmodified model takes of several pictures of one sequence."""
     found: dict[str, Tensor] = {}
@@ -198,6 +207,8 @@ def _together(inputs: Sequence[dict[str, Tensor]], kind: str) -> dict[str, Tenso
             most = max(part.shape[1] for part in parts)
             parts = [torch.nn.functional.pad(p, (0, 0, 0, 0, 0, 0, 0, most - p.shape[1])) for p in parts]
         found[name] = torch.cat(parts, 1 if kind == "row of tiles" else 0)
+    if "batch_num_images" in inputs[0]:
+        found["batch_num_images"] = inputs[0]["batch_num_images"]
     return found
 
 
@@ -245,8 +256,8 @@ class Setting:
             logits = self.plain.lm_head(self.states(batch, s)[:-1])
             labels = ids.masked_fill(picture_places(ids), MARK)[1:]
             found = logits.log_softmax(-1).gather(1, labels.unsqueeze(1)).squeeze(1)
-            start, stop = batch.leaf_span(s)
-            out = out.index_put((torch.arange(start, stop),), found[start - stop :])
+            places = torch.arange(*batch.leaf_span(s))[-len(found) :]
+            out = out.index_put((places,), found[-len(places) :])
         return out * batch.token["loss_mask"]
 
 
@@ -312,6 +323,19 @@ def test_pictures_matter(setting: Setting) -> None:
     changed = (found - swapped).abs() > 1e-3
     assert changed[batch.segment_offsets[5] :][batch.token["loss_mask"][batch.segment_offsets[5] :]].all()
     assert torch.equal(found[: batch.segment_offsets[5]], swapped[: batch.segment_offsets[5]])
+
+
+def test_pictures_beside_each_other_in_onevision(tmp_path: Path) -> None:
+    setting, drawer = _build("llava_onevision", tmp_path), DrawerOfTwo("tiles")
+    setting.packed.tower.connect(FeatureStore(Drawings(), drawer, tmp_path / "two", 1 << 20))  # type: ignore
+    two = dataclasses.replace(setting, drawer=drawer)
+    places = [two.place(Drawing(i)) for i in (1, 2)]
+    assert len(places[0]) < len(setting.place(Drawing(1)))
+    ids = [3, *places[0], 4, *places[1], 5, 6]
+    mask = {"loss_mask": torch.tensor([False] * (len(ids) - 2) + [True] * 2)}
+    batch = RaggedBatch.from_sequences([ids], ["s"], token=mask)
+    with torch.no_grad():
+        assert float((two.logprobs(batch) - two.expected(batch)).abs().max()) <= 2e-5
 
 
 # Training ------------------------------------------------------------------------------------------------
@@ -572,7 +596,9 @@ def test_scalar_models(setting: Setting, tmp_path: Path, make_tokenizer: Any) ->
         before = values(critic)
         expected = [setting.states(batch, s)[-1] @ weight[0] for s in range(len(batch))]
         torch.testing.assert_close(before, torch.stack(expected), rtol=2e-5, atol=2e-5)
-        save_scalar_model(critic, make_tokenizer(), tmp_path / "critic", seen=torch.ones(4, dtype=torch.bool))
+        save_scalar_model(
+            critic, make_tokenizer(), tmp_path / "critic", seen=seen_token_mask(VOCAB, iter([batch.input_ids]))
+        )
         again = values(packed_scalar_model(load_scalar_model(str(tmp_path / "critic"))))
     assert torch.equal(again, before)
     assert setting.store.computed == 3
