@@ -196,7 +196,9 @@ def save_processor(kind: str, directory: Path) -> Path:
     return directory
 
 
-def picture_bytes(width: int = 40, height: int = 24, colour: Any = (200, 30, 60), form: str = "PNG", **how: Any) -> bytes:
+def picture_bytes(
+    width: int = 40, height: int = 24, colour: Any = (200, 30, 60), form: str = "PNG", **how: Any
+) -> bytes:
     """Returns an encoded picture of one colour with a darker corner."""
     image = Image.new("RGB", (width, height), colour)
     image.paste((10, 20, 30), (0, 0, width // 3, height // 2))

@@ -70,8 +70,9 @@ def split_picture_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def collapsed(ids: Sequence[int], mark: int) -> list[int]:
     """Returns the ids with one ``mark`` for each picture, in place of its first row."""
-    return [mark if is_picture(token) else token for token in ids if not (is_picture(token) and _row_of(token))]
+    return [mark if is_picture(token) else token for token in ids if not is_later_row(token)]
 
 
-def _row_of(token: int) -> int:
-    return (_FIRST - token) & (MAX_ROWS - 1)
+def is_later_row(token: int) -> bool:
+    """Tells whether an id is a place of a picture behind its first."""
+    return is_picture(token) and (_FIRST - token) & (MAX_ROWS - 1) != 0

@@ -619,15 +619,16 @@ def load_engine(
     adapters = None if lora is None else LoRAConfig(**lora)
     packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
     packed.model.requires_grad_(False)
+    codec = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code)
     if packed.tower is not None and pictures is not None:
         processor = PictureProcessor.load(path, trust_remote_code=trust_remote_code)
-        packed.tower.connect(FeatureStore.of(PictureCodec(processor, PictureStore(Path(pictures)))))
+        codec = replace(codec, pictures=PictureCodec(processor, PictureStore(Path(pictures))))
+        packed.tower.connect(FeatureStore.of(codec.pictures))
     section = (
         None
         if speculation is None
         else load_object(plugin_entries("drafters")[speculation["type"]].section)(**speculation)
     )
     drafter = make_drafter(section, packed)
-    decode = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code).decode_completion
-    options |= {"decode": decode, "version": version, "drafter": drafter}
+    options |= {"decode": codec.decode_completion, "version": version, "drafter": drafter}
     return NativeEngine(packed, owns_weights=True, **options)

@@ -157,7 +157,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             remedy="put tokenizer.json and tokenizer_config.json there, or name another `tokenizer:`",
         )
     saved = _file(source, "tokenizer.json")
-    return tokenizer if saved is None else _as_its_file(tokenizer, saved, source)
+    found = tokenizer if saved is None else _as_its_file(tokenizer, saved, source)
+    if found.chat_template is None and (file := _file(source, "chat_template.json")) is not None:  # of older processors
+        found.chat_template = _read(lambda: json.loads(file.read_bytes())["chat_template"], source)
+    return found
 
 
 def _read_tokenizer(reader: Any, source: str, **options: Any) -> PreTrainedTokenizerBase:

@@ -97,6 +97,16 @@ def _with_objects(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
+def in_parts(message: Message, *, takes_text: bool) -> Message:
+    """Returns a message as templates that know pictures take it: without the pictures themselves, and with its text as
+    a part where the template does not take text."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [{"type": "image"} if part["type"] == "image" else part for part in content]
+        return {**message, "content": parts}
+    return message if takes_text else {**message, "content": [{"type": "text", "text": content or ""}]}
+
+
 def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
     messages = [_with_objects(message) for message in messages]
     if (tools := conversation_tools(messages)) is not None:

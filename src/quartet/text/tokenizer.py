@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from quartet.batch.pictures import collapsed, is_later_row
 from quartet.config.errors import UserError
 from quartet.text import templates
 from quartet.text.examples import (
@@ -34,6 +35,7 @@ from quartet.text.examples import (
     has_loss,
 )
 from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
+from quartet.text.pictures import PictureCodec, PlacedPicture, image_parts, text_model_error
 from quartet.text.templates import with_template
 
 __all__ = ["TextCodec", "check_vocabulary", "load_tokenizer"]
@@ -68,17 +70,29 @@ class TextCodec:
         model_eos_ids: the model's own end-of-text ids (``generation_config.eos_token_id``, a number or a
             list).
         enough: tokens from which on the exact number does not matter; see ``limited``.
+        pictures: of a vision-language model: how pictures in messages become ids, and ids a mark in texts.
     """
 
     tokenizer: PreTrainedTokenizerBase
     model_eos_ids: tuple[int, ...] = ()
     enough: int | None = None
+    pictures: PictureCodec | None = None
+    no_pictures: UserError | None = None
+    """Why there are none, once a prompt has one."""
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> TextCodec:
-        """Makes a codec over objects that exist already."""
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        generation_config: GenerationConfig | None = None,
+        pictures: PictureCodec | UserError | None = None,
+    ) -> TextCodec:
+        """Makes a codec over objects that exist already; of ``pictures`` it may be known why they cannot be read."""
         eos = getattr(generation_config, "eos_token_id", None)
-        return cls(tokenizer, tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),))
+        ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),)
+        if isinstance(pictures, UserError):
+            return cls(tokenizer, ids, no_pictures=pictures)
+        return cls(tokenizer, ids, pictures=pictures)
 
     @classmethod
     def from_pretrained(
@@ -160,7 +174,8 @@ class TextCodec:
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
         else:
-            ids = self._plain(self.render(prompt, variables=variables))
+            pictures = self.placed(prompt)
+            ids = self._encode_rendered(self._render(prompt, pictures, variables=variables), pictures)
         if not ids:
             raise UserError("the prompt has no tokens", found=repr(prompt), remedy="give it some text")
         return ids
@@ -175,22 +190,27 @@ class TextCodec:
         if isinstance(prompt, str):
             assert isinstance(completion, str), "an answer that is a message has a prompt of messages"
             return prompt_ids, [*self._continue(prompt_ids, self._encode_text, prompt, completion), self.eos_id]
-        head = self.render(prompt)
-        whole = self.render([*prompt, answer_turn(completion)], generation_prompt=False)
+        pictures = self.placed(prompt)
+        head = self._render(prompt, pictures)
+        whole = self._render([*prompt, answer_turn(completion)], pictures, generation_prompt=False)
         text = templates.text_after(head, whole, "the conversation with its answer", "the prompt")
-        return prompt_ids, self._end(self._continue(prompt_ids, self._plain, head, text))
+        encode = partial(self._encode_rendered, pictures=pictures)
+        return prompt_ids, self._end(self._continue(prompt_ids, encode, head, text))
 
-    def encode_continuation(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str, pictures: Sequence[PlacedPicture] = ()) -> list[int]:
         """Returns the ids of text that follows tokens which stay as they are, such as an observation after
         an action.
+
+        Args:
+            pictures: that the text shows.
         """
         # A prepending tokenizer would write a space before text tokenised alone, so put a character before it
         # and take that one's tokens away again.
         for sentinel in _SENTINELS:
-            alone, both = self._plain(sentinel), self._plain(sentinel + text)
+            alone, both = self._plain(sentinel), self._plain(sentinel + text, pictures)
             if both[: len(alone)] == alone:
                 return both[len(alone) :]
-        return self._plain(text)
+        return self._plain(text, pictures)
 
     def encode_example(self, example: Example) -> tuple[list[int], list[bool]]:
         """Returns ``(input_ids, loss_mask)`` of equal length for SFT: completions and assistant turns carry loss, with
@@ -234,7 +254,7 @@ class TextCodec:
         """
         messages = templates.until_last_learned(messages)
         if templates.MARKS.search(templates.get_chat_template(self.tokenizer, templates.conversation_tools(messages))):
-            ids, mask = templates.encode_with_generation_marks(self.tokenizer, messages)
+            ids, mask = self._by_marks(messages)
         else:
             ids, mask = self._turn_by_turn(messages)
         if True not in mask:  # cut off before the answer, see ``limited``
@@ -249,17 +269,70 @@ class TextCodec:
     def render(
         self, messages: Messages, *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Writes messages as the chat template does."""
-        return templates.render_messages(
+        """Writes messages as the chat template does, with one mark for each picture."""
+        pictures = self.placed(messages)
+        return self._render(messages, pictures, generation_prompt=generation_prompt, variables=variables)
+
+    def placed(self, messages: Messages) -> list[PlacedPicture]:
+        """Returns the pictures of messages.
+
+        Raises:
+            UserError: there are some that cannot be used, or any for a model that reads text alone.
+        """
+        if self.pictures is not None:
+            return self.pictures.placed(messages)
+        if image_parts(messages):
+            raise self.no_pictures or text_model_error(self.tokenizer.name_or_path or type(self.tokenizer).__name__)
+        return []
+
+    def _render(
+        self,
+        messages: Messages,
+        pictures: Sequence[PlacedPicture],
+        *,
+        generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Writes messages; ``pictures`` are theirs, perhaps with others behind."""
+        messages = self._for_template(messages)
+        text = templates.render_messages(
             self.tokenizer, messages, generation_prompt=generation_prompt, variables=variables
         )
+        if self.pictures is None:
+            return text
+        return self.pictures.shown(text, pictures[: len(image_parts(messages))])
+
+    def _for_template(self, messages: Messages) -> Messages:
+        """Returns messages as the template takes them: some want parts, and of content that is text write nothing."""
+        if self.pictures is None:
+            return messages
+        return [templates.in_parts(message, takes_text=self._takes_text) for message in messages]
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Whether the chat template writes content that is text."""
+        turns = [{"role": role, "content": f"({role})"} for role in ("user", "assistant")]
+        try:
+            text = templates.render_messages(self.tokenizer, turns, generation_prompt=False)
+        except UserError:
+            return False
+        return all(turn["content"] in text for turn in turns)
 
     # Decoding --------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Returns the text of whole token ids; special tokens such as end-of-text are left out unless asked for."""
+        """Returns the text of whole token ids, with one mark for each picture; special tokens such as end-of-text are
+        left out unless asked for."""
+        ids = self._collapsed(ids)
+        if skip_special and self.pictures is not None and (mark := self.pictures.processor.placeholder_id) in ids:
+            ids = [token for token in ids if token == mark or token not in self._special]
+            skip_special = False
         text = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         return str(text)
+
+    def _collapsed(self, ids: Sequence[int]) -> Sequence[int]:
+        """Returns ids with a mark for each picture."""
+        return ids if self.pictures is None else collapsed(ids, self.pictures.processor.placeholder_id)
 
     def decode_completion(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, whole: bool = False
@@ -300,8 +373,10 @@ class TextCodec:
         ``""``. Bytes that never become a character show as U+FFFD.
 
         Returns:
-            One piece per id; their concatenation is the decoded text wherever its bytes are valid UTF-8.
+            One piece per id; their concatenation is the decoded text wherever its bytes are valid UTF-8. The first row
+            of a picture adds its mark, the others add ``""``.
         """
+        own, ids = ids, self._collapsed(ids)
 
         def decode(start: int, stop: int) -> str:
             return _decode_window(self.tokenizer, tuple(ids[start:stop]))
@@ -321,7 +396,10 @@ class TextCodec:
                 text, shown = decode(done, i + 1), ""
             pieces.append(text[len(shown) :])
             start, done = done, i + 1
-        return pieces
+        if len(own) == len(ids):
+            return pieces
+        left = iter(pieces)
+        return ["" if is_later_row(token) else next(left) for token in own]
 
     @property
     def kept_special(self) -> str:
@@ -346,6 +424,7 @@ class TextCodec:
     def _context(self, prompt_ids: Sequence[int]) -> tuple[Sequence[int], str]:
         """Returns the prompt's last tokens that are text by themselves, and the text; nothing where there are none."""
         silent = self._silent | {self.tokenizer.bos_token_id}
+        prompt_ids = self._collapsed(prompt_ids[-_CONTEXT:])
         for start in range(len(prompt_ids) - 1, max(-1, len(prompt_ids) - 1 - _CONTEXT), -1):
             # From the first byte of a character on.
             context = "" if prompt_ids[start] in silent else _decode_window(self.tokenizer, tuple(prompt_ids[start:]))
@@ -376,26 +455,48 @@ class TextCodec:
                 remedy="give the tokenizer an unknown token (unk_token), or leave such texts out",
             ) from error
 
-    def _plain(self, text: str) -> list[int]:
-        return self._tokenize(text, special=False)
+    def _plain(self, text: str, pictures: Sequence[PlacedPicture] = ()) -> list[int]:
+        return self._with_pictures(text, pictures, special=False)
 
-    def _encode_text(self, text: str) -> list[int]:
+    def _with_pictures(self, text: str, pictures: Sequence[PlacedPicture], *, special: bool) -> list[int]:
+        """Tokenises a text; the ids of ``pictures`` stand where it shows them."""
+        if self.pictures is None:
+            return self._tokenize(text, special=special)
+        ids = self._tokenize(self.pictures.written(text, pictures), special=special)
+        is_beginning = self.enough is not None and len(ids) > self.enough
+        return ids if is_beginning else self.pictures.place(ids, pictures)
+
+    def _encode_text(self, text: str, pictures: Sequence[PlacedPicture] = ()) -> list[int]:
         """Returns the ids of plain text with what the tokenizer adds in front, unless the text begins with it already.
 
         What it adds behind is cut off: a prompt must not end with end-of-text.
         """
         start = self.tokenizer.bos_token
         if start and text.startswith(start):
-            return self._plain(text)
-        ids = self._tokenize(text, special=True)
+            return self._plain(text, pictures)
+        ids = self._with_pictures(text, pictures, special=True)
         return ids[: len(ids) - self._num_added_behind]
 
-    def _continue(self, before: list[int], encode: Callable[[str], list[int]], head: str, tail: str) -> list[int]:
-        """Returns the ids of ``tail`` after the ids ``before`` of ``head``, which stay as they are."""
+    def _encode_rendered(self, text: str, pictures: Sequence[PlacedPicture]) -> list[int]:
+        """Returns the ids of what a chat template wrote, as they are or, of vision-language models, with what the
+        tokenizer adds in front: so do their processors.
+        """
+        return self._plain(text) if self.pictures is None else self._encode_text(text, pictures)
+
+    def _continue(
+        self,
+        before: list[int],
+        encode: Callable[[str], list[int]],
+        head: str,
+        tail: str,
+        pictures: Sequence[PlacedPicture] = (),
+    ) -> list[int]:
+        """Returns the ids of ``tail``, which shows ``pictures``, after the ids ``before`` of ``head``, which stay as they
+        are."""
         whole = encode(head + tail)
         if whole[: len(before)] == before:
             return whole[len(before) :]
-        return self.encode_continuation(tail)
+        return self.encode_continuation(tail, pictures)
 
     @cached_property
     def _num_ids(self) -> int:
@@ -411,20 +512,51 @@ class TextCodec:
                 return ids[: position + 1]
         return [*ids, self.eos_id]
 
+    def _by_marks(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """Returns ids and mask by the template's marks.
+
+        Raises:
+            UserError: the processor writes more for a picture than its mark, which the template knows nothing of.
+        """
+        pictures = self.placed(messages)
+        ids, mask = templates.encode_with_generation_marks(self.tokenizer, self._for_template(messages))
+        if self.pictures is None:
+            return ids, mask
+        if odd := [picture.written for picture in pictures if picture.written != self.pictures.processor.placeholder]:
+            raise UserError(
+                "a chat template with {% generation %} marks cannot be used with the pictures of this model",
+                found=f"the processor writes {odd[0][:80]!r} for a picture",
+                remedy="use a template without marks",
+            )
+        start = self._encode_text("")
+        start = start if ids[: len(start)] != start else []
+        num_rows = iter([len(picture.runs[0]) for picture in pictures])
+        is_mark = [token == self.pictures.processor.placeholder_id for token in ids]
+        ids = self.pictures.place(ids, pictures)
+        spread = [
+            each
+            for is_one, learned in zip(is_mark, mask, strict=True)
+            for each in [learned] * (next(num_rows) if is_one else 1)
+        ]
+        return [*start, *ids], [*([False] * len(start)), *spread]
+
     def _turn_by_turn(self, messages: Messages) -> tuple[list[int], list[bool]]:
         ids: list[int] = []
         mask: list[bool] = []
         text = ""
+        pictures, num_before = self.placed(messages), 0
         for k, message in enumerate(messages):
             if message["role"] != "assistant" or k == 0:
                 continue
-            head = self.render(messages[:k])
+            num = len(image_parts(messages[:k]))
+            encode = partial(self._encode_rendered, pictures=pictures[:num])
+            head = self._render(messages[:k], pictures)
             between = templates.text_after(text, head, f"the text before turn {k + 1}", "the turns before")
-            whole = self.render(messages[: k + 1], generation_prompt=False)
+            whole = self._render(messages[: k + 1], pictures, generation_prompt=False)
             turn = templates.text_after(head, whole, f"turn {k + 1}", "the generation prompt")
-            lead = self._continue(ids, self._plain, text, between) if ids else self._plain(between)
-            ids, mask = ids + lead, mask + [False] * len(lead)
-            answer = self._continue(ids, self._plain, head, turn)
+            lead = self._continue(ids, encode, text, between, pictures[num_before:num]) if ids else encode(between)
+            ids, mask, num_before = ids + lead, mask + [False] * len(lead), num
+            answer = self._continue(ids, encode, head, turn)
             stop = next((n + 1 for n, token in enumerate(answer) if token in self.eos_ids), len(answer))
             ids, mask = ids + answer, mask + [has_loss(message)] * stop + [False] * (len(answer) - stop)
             text = whole

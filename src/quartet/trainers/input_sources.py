@@ -246,9 +246,9 @@ def open_pictures(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None,
     directory: Path | None = None,
-) -> PictureCodec | None:
+) -> PictureCodec | UserError | None:
     """Returns what reads pictures in a vision-language model's prompts: with the processor that was passed, or that of
-    the model's directory; None for a text model, or where there is no processor, so that texts alone can be read.
+    the model's directory. None for a text model; where there is no processor, why: texts alone need none.
 
     Args:
         directory: of the run's pictures, which other processes read; one of this process, which ends with it, when left
@@ -256,13 +256,20 @@ def open_pictures(
     """
     if getattr(model.config, "vision_config", None) is None:
         return None
-    if isinstance(tokenizer, ProcessorMixin):
-        processor = PictureProcessor(tokenizer)
-    elif config is not None and PictureProcessor.is_at(config.tokenizer or config.path):
-        path = config.tokenizer or config.path
-        processor = PictureProcessor.load(path, trust_remote_code=config.trust_remote_code)
-    else:
-        return None
+    try:
+        if isinstance(tokenizer, ProcessorMixin):
+            processor = PictureProcessor.of(tokenizer, model.config)
+        elif config is not None:
+            path = config.tokenizer or config.path
+            processor = PictureProcessor.load(path, trust_remote_code=config.trust_remote_code)
+        else:
+            return UserError(
+                "the model has no processor for pictures",
+                found="a tokenizer was passed with it",
+                remedy="pass the processor as `tokenizer`, which has the tokenizer in it",
+            )
+    except UserError as error:
+        return error
     return PictureCodec(processor, PictureStore(directory))
 
 

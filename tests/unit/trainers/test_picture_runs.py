@@ -7,21 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_vision import picture_bytes, save_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from quartet import GRPO, PPO, RLRecipe, RLTrainer, SFTRecipe, SFTTrainer
-from quartet.config import UserError
-from quartet.config.algorithms import DPOLoss
+from quartet import GRPO, RLRecipe, RLTrainer
 from quartet.config.common import DataConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.preference import PreferenceRecipe
-from quartet.config.recipe import ActorConfig, CriticConfig, RewardModelRecipe, RolloutConfig
+from quartet.config.recipe import ActorConfig, RolloutConfig
 from quartet.observe.rollouts import read_rollout_step
 from quartet.observe.spans import read_spans
 from quartet.observe.trackers import read_metrics
-from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.supervised import RewardModelTrainer
+from tiny_vision import picture_bytes, save_model
 
 KINDS = ["llava", "qwen2_vl", "qwen3_vl", "internvl", "smolvlm"]
 COLOURS = [(200, 30, 60), (20, 130, 60), (10, 30, 200), (90, 90, 90)]
@@ -34,9 +28,7 @@ def rows(folder: Path, *, num: int = 4) -> Path:
     written = []
     for n in range(num):
         names = [f"{n}.png"] if n < num - 1 else ["0.png", "0.png"]
-        prompt = [
-            {"role": "user", "content": [*({"type": "image"} for _ in names), {"type": "text", "text": "what?"}]}
-        ]
+        prompt = [{"role": "user", "content": [*({"type": "image"} for _ in names), {"type": "text", "text": "what?"}]}]
         answers = {"completion": "hell", "chosen": "hell", "rejected": "he", "answer": "hell"}
         written.append({"prompt": prompt, "images": names, **answers})
     path = folder / "rows.jsonl"
