@@ -75,6 +75,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "config": {"model_type": "qwen2_vl"},
         "row": "<|image_pad|>",
     },
+    "qwen2_5_vl": {
+        "processor": "Qwen2_5_VLProcessor",
+        "images": ("Qwen2VLImageProcessor", {"patch_size": 4, "min_pixels": 64, "max_pixels": 4096}),
+        "tokens": _QWEN,
+        "template": _template("<|vision_start|><|image_pad|><|vision_end|>"),
+        "config": {"model_type": "qwen2_5_vl"},
+        "row": "<|image_pad|>",
+    },
     "qwen3_vl": {
         "processor": "Qwen3VLProcessor",
         "images": (
@@ -253,6 +261,32 @@ def _qwen2_vl(text: dict[str, Any], row: dict[str, int]) -> Any:
     )  # fmt: skip
 
 
+def _qwen2_5_vl(text: dict[str, Any], row: dict[str, int]) -> Any:
+    vision = {
+        **_QWEN_VIT, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    return transformers.Qwen2_5_VLConfig(
+        text_config={**text, "rope_parameters": _ROPE}, vision_config=vision, video_token_id=1, vision_start_token_id=2,
+        vision_end_token_id=3, tie_word_embeddings=False, **row,
+    )  # fmt: skip
+
+
+def _llava_next(text: dict[str, Any], row: dict[str, int]) -> Any:
+    vision = {**_VIT, "model_type": "clip_vision_model", "projection_dim": 16}
+    return transformers.LlavaNextConfig(
+        text_config={**text, "model_type": "llama"}, vision_config=vision, vision_feature_layer=-2,
+        image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]], tie_word_embeddings=False, **row,
+    )  # fmt: skip
+
+
+def _llava_onevision(text: dict[str, Any], row: dict[str, int]) -> Any:
+    return transformers.LlavaOnevisionConfig(
+        text_config={**text, "model_type": "qwen2"}, vision_config={**_VIT, "model_type": "siglip_vision_model"},
+        image_grid_pinpoints=[[16, 16], [16, 32], [32, 16], [32, 32]], tie_word_embeddings=False, **row,
+    )  # fmt: skip
+
+
 def _qwen3_vl(text: dict[str, Any], row: dict[str, int]) -> Any:
     vision = {
         **_QWEN_VIT, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "num_position_embeddings": 64,
@@ -281,8 +315,12 @@ def _internvl(text: dict[str, Any], row: dict[str, int]) -> Any:
 
 _CONFIGS: dict[str, Callable[[dict[str, Any], dict[str, int]], Any]] = {
     "llava": _llava,
+    "llava_next": _llava_next,
+    "llava_onevision": _llava_onevision,
     "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "smolvlm": _smolvlm,
     "internvl": _internvl,
 }
+MODELS = list(_CONFIGS)

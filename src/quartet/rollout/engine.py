@@ -88,6 +88,7 @@ def copy_packed_model(packed: PackedCausalLM) -> PackedCausalLM:
         packed.adapters.check_in()
     copied = copy.deepcopy(packed)
     copied.model.requires_grad_(False)
+    copied.work.pictures = 0
     return copied
 
 
@@ -622,8 +623,9 @@ def load_engine(
     codec = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code)
     if packed.tower is not None and pictures is not None:
         processor = PictureProcessor.load(path, trust_remote_code=trust_remote_code)
-        codec = replace(codec, pictures=PictureCodec(processor, PictureStore(Path(pictures))))
-        packed.tower.connect(FeatureStore.of(codec.pictures))
+        reads = PictureCodec(processor, PictureStore(Path(pictures)))
+        codec = replace(codec, pictures=reads)
+        packed.tower.connect(FeatureStore.of(reads))
     section = (
         None
         if speculation is None
