@@ -37,7 +37,7 @@ from quartet.batch.pictures import MAX_ROWS, picture_ids, picture_key
 from quartet.config.errors import UserError, short_error_text
 from quartet.config.strict import is_url
 from quartet.observe.files import replace_atomically
-from quartet.text.examples import Messages
+from quartet.text.examples import Messages, PromptText, is_image
 from quartet.text.loading import load_tokenizer, resolve_model_directory
 
 MAX_PIXELS = 89_478_485
@@ -75,7 +75,7 @@ class Picture:
         return self.source if isinstance(self.source, str) else f"{len(self.source):,} bytes"
 
     def __repr__(self) -> str:
-        return f"Picture({self})"
+        return f"Picture({self}, {hash(self.source)})"
 
     def read(self) -> bytes:
         """Returns the encoded bytes. PictureError: there is no such file, or it cannot be read."""
@@ -139,6 +139,7 @@ class Picture:
             raise _unusable("cannot be decoded", f"{self}: {short_error_text(error)}") from None
 
 
+_SOURCES = ("bytes", "path", "url", "image", "image_url")
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.ASCII)
 
 
@@ -161,12 +162,16 @@ def to_picture(value: Any, base: Path | None = None) -> Picture:
         value.save(file, "PNG", compress_level=1)
         return Picture(file.getvalue())
     if isinstance(value, Mapping):
-        given = next((value[name] for name in ("bytes", "path", "url", "image") if value.get(name) is not None), None)
-        if given is not None:
+        if (given := given_source(value)) is not None:
             return to_picture(given, base)
     if isinstance(value, str | Path) and str(value).strip():
         return _at(str(value), base)
     raise _unusable("is neither a path nor bytes", f"{value!r:.80}", "give a path, encoded bytes, or a data URL")
+
+
+def given_source(value: Mapping[str, Any]) -> Any:
+    """Returns what an object or a part of a message has of its picture; None where it has nothing."""
+    return next((value[name] for name in _SOURCES if value.get(name) is not None), None)
 
 
 def _at(text: str, base: Path | None) -> Picture:
@@ -184,10 +189,10 @@ def _at(text: str, base: Path | None) -> Picture:
     return Picture(str((base or Path()).joinpath(Path(text).expanduser()).absolute()))
 
 
-def image_parts(messages: Messages) -> list[dict[str, Any]]:
+def image_parts(prompt: PromptText) -> list[dict[str, Any]]:
     """Returns the parts of messages that are pictures, in order."""
-    contents = [message.get("content") for message in messages]
-    return [part for content in contents if isinstance(content, list) for part in content if part["type"] == "image"]
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    return [part for content in contents if isinstance(content, list) for part in content if is_image(part)]
 
 
 # The pictures of a run -----------------------------------------------------------------------------------
@@ -414,7 +419,7 @@ def _load_processor(source: str, config: Any, *, trust_remote_code: bool) -> Pro
     module: Any = __import__(found.__module__, fromlist=["num2words"])
     if getattr(module, "num2words", found) is None:
         module.num2words = str  # SmolVLM's, for lengths of videos
-    takes_none = type(found.__name__, (found,), {"check_argument_for_proper_class": lambda *_: object})
+    takes_none: Any = type(found.__name__, (found,), {"check_argument_for_proper_class": lambda *_: object})
     values, _ = found.get_processor_dict(source)
     processor: Any = takes_none.from_args_and_dict([parts.get(each) for each in found.get_attributes()], values)
     processor.__class__ = found
