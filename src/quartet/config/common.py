@@ -238,6 +238,9 @@ class _Rows(StrictModel):
     system_prompt: str | None = Field(
         None, description="Begins conversations without a system message; a row's column `system` comes before it."
     )
+    bad_images: Literal["error", "skip"] = Field(
+        "error", description="Rows with pictures that cannot be used stop the run, or are left out and counted."
+    )
 
 
 class SourceConfig(_Rows):

@@ -362,7 +362,7 @@ def tokenise_examples(
     kept = RowCollector[T](limit, what)
     for example in check_examples(parsed, codec):
         try:
-            with naming_row(example.place):
+            with parsed.skipping(), naming_row(example.place):
                 item = tokenise(example)
         except SkipRow as reason:
             parsed.skip(str(reason), example.place)
@@ -452,8 +452,12 @@ class PromptData(TokenisedRows):
         """Tokenises; UserError as :func:`tokenised`. Ids are ``prefix`` and a number, from ``first`` on."""
         kept, columns, hashes = RowCollector[PromptItem](limit, "prompt"), set[str](), array("q")
         for number, row in enumerate(check_examples(parsed, codec), start=first):
-            with naming_row(row.place):
-                ids = codec.encode_prompt(row.prompt)
+            try:
+                with parsed.skipping(), naming_row(row.place):
+                    ids = codec.encode_prompt(row.prompt)
+            except SkipRow as reason:
+                parsed.skip(str(reason), row.place)
+                continue
             if kept.add(PromptItem(f"{prefix}{number}", row.prompt, row.columns, row.place, len(ids)), [ids]):
                 columns.update(column_paths(row.columns))
                 hashes.append(hash(repr(row.prompt)))

@@ -11,12 +11,14 @@ import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import guess_columns
-from quartet.text.examples import AnswerText, Message, Messages, PromptText, is_empty
+from quartet.text.examples import AnswerText, Message, Messages, PromptText, is_empty, is_image
+from quartet.text.pictures import Picture, PictureError, given_source, image_parts, to_picture
 
 _ASSISTANT = "\n\nAssistant:"
 """Begins an answer in texts of whole dialogues, as HH-RLHF has them."""
@@ -55,18 +57,23 @@ def split_common_prompt(chosen: str, rejected: str) -> int | None:
 
 SAME = "chosen and rejected are the same"
 EARLIER = "the conversations differ before their last turn"
+PICTURES = ("image", "images")
+"""Columns of pictures beside prompts."""
+_PLACE = re.compile(r"<image>\n?")
+"""Where a picture stands in texts, as LLaVA's data have it."""
 _ROLES = {"human": "user", "gpt": "assistant"}
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 @contextlib.contextmanager
 def naming_row(place: str) -> Iterator[None]:
-    """Adds the row to errors of the tokenizer and the chat template."""
+    """Adds the row to errors of the tokenizer, the chat template and pictures."""
     try:
         yield
     except UserError as error:
         found = f"{place}: {error.found}" if place else error.found
-        raise UserError(error.problem, found=found, remedy=error.remedy) from None
+        kind = PictureError if isinstance(error, PictureError) else UserError
+        raise kind(error.problem, found=found, remedy=error.remedy) from None
 
 
 @dataclass(frozen=True)
@@ -77,15 +84,17 @@ class ReadOptions:
         columns: our names → the file's.
         section: of the recipe, for remedies.
         system_prompt: of conversations that have none.
+        skips_pictures: rows are left out whose pictures cannot be used.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
     section: str = "data"
     system_prompt: str | None = None
+    skips_pictures: bool = False
 
     @classmethod
     def of(cls, config: DataConfig | SourceConfig, section: str) -> ReadOptions:
-        return cls(config.columns, section, config.system_prompt)
+        return cls(config.columns, section, config.system_prompt, config.bad_images == "skip")
 
 
 AS_GIVEN = ReadOptions()
@@ -116,11 +125,13 @@ def get_column(values: Mapping[str, Any], path: str) -> Any:
 
 @dataclass
 class RowFields:
-    """A row under our column names; null counts as missing, and so does NaN, which tables have for it."""
+    """A row under our column names; null counts as missing, and so does NaN, which tables have for it. ``source`` is
+    the file that it is from."""
 
     values: Mapping[str, Any]
     place: str
     reading: ReadOptions = AS_GIVEN
+    source: str = ""
 
     def get(self, name: str) -> Any:
         return self.values.get(name)
@@ -173,7 +184,19 @@ class RowFields:
         if isinstance(value, str):
             remedy = "write a list of messages, or use a `prompt` column for text"
             raise _refused(f"`{name}` is text, not a list of messages", self.place, value, remedy)
-        return as_messages(value, self.place)
+        return as_messages(value, self.place, self.source)
+
+    def pictures(self) -> list[Picture]:
+        """Returns what the columns `image` and `images` have: one picture each, or a list.
+
+        Raises:
+            PictureError: there is something else.
+        """
+        given: list[Any] = []
+        for name in filter(self.has, PICTURES):
+            value = self.parsed(name)
+            given += value if isinstance(value, list | tuple) else [value]
+        return [_picture(value, self.place, self.source) for value in given if not _is_null(value) and value != ""]
 
     def number(self, name: str) -> float | None:
         """Returns an optional finite number; CSV gives it as text."""
@@ -260,10 +283,10 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def as_messages(value: Any, place: str) -> Messages:
+def as_messages(value: Any, place: str, source: str = "") -> Messages:
     """Returns messages with text content; one message alone counts as a list, ``from``/``value`` as
-    ``role``/``content``, a list of text parts as their text. A message that only calls tools or thinks has the content
-    "". One with ``weight`` 0 or ``train`` false has ``train`` False.
+    ``role``/``content``, a list of text parts as their text; with pictures it stays a list. A message that only calls
+    tools or thinks has the content "". One with ``weight`` 0 or ``train`` false has ``train`` False.
 
     Raises:
         UserError: with the turn that is wrong.
@@ -272,10 +295,10 @@ def as_messages(value: Any, place: str) -> Messages:
     if not isinstance(turns, list) or not turns:
         remedy = 'write [{"role": "user", "content": "…"}, …]'
         raise _refused("a conversation is not a list of messages", place, value, remedy)
-    return [_message(turn, f"{place}, turn {n}") for n, turn in enumerate(turns, start=1)]
+    return [_message(turn, f"{place}, turn {n}", source) for n, turn in enumerate(turns, start=1)]
 
 
-def _message(turn: Any, place: str) -> dict[str, Any]:
+def _message(turn: Any, place: str, source: str) -> dict[str, Any]:
     message: Message = without_nulls(turn) if isinstance(turn, dict) else {}
     if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
         role = message.pop("from")
@@ -286,26 +309,88 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
     if "content" not in message and not is_empty({**message, "content": ""}):
         message["content"] = ""
     if isinstance(parts := message.get("content"), list):
-        message["content"] = _joined_parts(parts, place)
+        message["content"] = _parts(parts, place, source, is_answer=message.get("role") == "assistant")
     if not (message.pop("weight", 1) and message.pop("train", True)):
         message["train"] = False
-    if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+    if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | list):
         remedy = 'write {"role": "user", "content": "…"}'
         raise _refused("a message needs `role` and `content`, both text", place, turn, remedy)
     return message
 
 
-def _joined_parts(parts: list[Any], place: str) -> str:
-    """Returns the text of content that is a list of parts.
+def _parts(parts: list[Any], place: str, source: str, *, is_answer: bool) -> str | list[dict[str, Any]]:
+    """Returns the text of content that is a list of parts, or the parts where pictures are among them.
 
     Raises:
-        UserError: some are none of text.
+        UserError: some are neither text nor pictures, or an answer has pictures.
     """
+    found: list[dict[str, Any]] = []
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            remedy = 'write {"type": "text", "text": "…"}; images and sounds are not read'
-            raise _refused("a part of a message's content is not text", place, part, remedy)
-    return "".join(part["text"] for part in parts)
+        known = part if isinstance(part, dict) else {}
+        if known.get("type") == "text" and isinstance(known.get("text"), str):
+            found.append({"type": "text", "text": known["text"]})
+        elif is_image(known) and not is_answer:
+            given = given_source(known)
+            found.append({"type": "image"} | ({} if given is None else {"image": _picture(given, place, source)}))
+        else:
+            remedy = 'write {"type": "text", "text": "…"}, or {"type": "image", "image": "…"} in turns of the user'
+            raise _refused("a part of a message's content is neither text nor a picture", place, part, remedy)
+    if any(part["type"] == "image" for part in found):
+        return found
+    return "".join(part["text"] for part in found)
+
+
+def _picture(value: Any, place: str, source: str) -> Picture:
+    """Returns a picture; relative paths begin at the data file's directory."""
+    path = Path(source).expanduser()
+    with naming_row(place):
+        return to_picture(value, (path if path.is_dir() else path.parent) if source and path.exists() else None)
+
+
+def with_pictures(fields: RowFields, prompt: PromptText) -> PromptText:
+    """Returns a prompt with the pictures that stand in columns beside it.
+
+    They go to the parts that have no picture, in order; without such parts to each ``<image>`` of the user's texts;
+    without these before the text of the user's first turn. Text becomes that turn.
+
+    Raises:
+        PictureError: there are more places than pictures, or fewer.
+    """
+    given = fields.pictures()
+    if not given and not image_parts(prompt):
+        return prompt
+    messages = to_messages(prompt)
+    if given and not image_parts(messages):
+        messages = _with_places(messages, len(given))
+    num = sum("image" not in part for part in image_parts(messages))
+    if num != len(given):
+        found = f"{fields.place}: {len(given)} in {' and '.join(PICTURES)}, {num} places without one in the messages"
+        remedy = 'write one {"type": "image"} for each picture of the columns'
+        raise PictureError("a prompt has not as many pictures as places for them", found=found, remedy=remedy)
+    left = iter(given)
+
+    def filled(part: dict[str, Any]) -> dict[str, Any]:
+        return {**part, "image": next(left)} if part["type"] == "image" and "image" not in part else part
+
+    return [
+        {**turn, "content": [filled(part) for part in turn["content"]]} if isinstance(turn["content"], list) else turn
+        for turn in messages
+    ]
+
+
+def _with_places(messages: Messages, num: int) -> Messages:
+    """Returns messages of texts with places for ``num`` pictures."""
+    users = [n for n, turn in enumerate(messages) if turn["role"] == "user"]
+    found, place = list(messages), {"type": "image"}
+    is_marked = any(_PLACE.search(messages[n]["content"]) for n in users)
+    for n in users if is_marked else users[:1]:
+        texts = _PLACE.split(messages[n]["content"])
+        parts = [[{"type": "text", "text": text}] if text else [] for text in texts]
+        before = [] if is_marked else [place] * num
+        content = [*before, *parts[0], *(part for more in parts[1:] for part in (place, *more))]
+        if place in content:
+            found[n] = {**messages[n], "content": content}
+    return found
 
 
 def read_prompt(fields: RowFields) -> PromptText:

@@ -19,11 +19,13 @@ kind                          columns                                  prompt
 A row that cannot be used as it is stops the run with its file and line. Rows that can be left out are counted by
 reason in ``Parsed.skipped``, to be reported.
 
-All of them take a ``ReadOptions``, which has the names of columns.
+Beside a prompt, columns ``image`` and ``images`` may have pictures. All of them take a ``ReadOptions``, which has the
+names of columns.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +38,7 @@ from quartet.config.nearest import JOINT, suggest_name
 from quartet.data.fields import (
     AS_GIVEN,
     EARLIER,
+    PICTURES,
     SAME,
     ReadOptions,
     RowFields,
@@ -48,6 +51,7 @@ from quartet.data.fields import (
     read_prompt,
     split_common_prompt,
     to_messages,
+    with_pictures,
     with_system_prompt,
 )
 from quartet.data.readers import DataRow, format_places
@@ -65,6 +69,7 @@ from quartet.text.examples import (
     Tokenised,
     is_empty,
 )
+from quartet.text.pictures import PictureError
 
 SIDES = ("chosen", "rejected")
 
@@ -136,12 +141,23 @@ class ParsedRows(Generic[T]):
     items: Any = ()
     skipped: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
+    skips_pictures: bool = False
 
     def skip(self, reason: str, place: str) -> None:
         """Counts one more row that is left out."""
         self.skipped[reason] += 1
         known = self.places.setdefault(reason, [])
         known += [place][: _KEPT_PLACES - len(known)]
+
+    @contextlib.contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Raises SkipRow in the place of errors of pictures, where the recipe leaves such rows out."""
+        try:
+            yield
+        except PictureError as error:
+            if not self.skips_pictures:
+                raise
+            raise SkipRow(error.problem) from None
 
     def report(self) -> list[str]:
         """Returns one line per reason, for the log."""
@@ -172,15 +188,16 @@ def parse_rows(
     Raises:
         UserError: no row is left; what ``parse`` and ``finish`` raise.
     """
-    parsed: ParsedRows[T] = ParsedRows()
+    parsed: ParsedRows[T] = ParsedRows(skips_pictures=reading.skips_pictures)
 
     def items() -> Iterator[T]:
         num_rows = num_kept = 0
         for row in rows:
             num_rows += 1
-            fields = RowFields(_renamed(row, reading), row.place, reading)
+            fields = RowFields(_renamed(row, reading), row.place, reading, row.source)
             try:
-                item = _in_context(parse(fields), fields)
+                with parsed.skipping():
+                    item = _in_context(parse(fields), fields)
             except SkipRow as reason:
                 parsed.skip(str(reason), row.place)
                 continue
@@ -196,10 +213,15 @@ def parse_rows(
 
 
 def _in_context(item: T, fields: RowFields) -> T:
-    """Returns the example, in whose conversation the row's system prompt and tools are."""
+    """Returns the example, in whose conversation the row's pictures, system prompt and tools are."""
     name = "messages" if isinstance(item, Conversation) else "prompt"
-    prompt = getattr(item, name, "")
-    found = with_system_prompt(fields, prompt)
+    prompt = getattr(item, name, None)
+    if prompt is None:
+        if fields.pictures():
+            remedy = "give `prompt` and `completion`, or `messages`; or leave the pictures out"
+            raise UserError("a row without a prompt has pictures", found=fields.place, remedy=remedy)
+        return item
+    found = with_system_prompt(fields, with_pictures(fields, prompt))
     changed: Any = item
     return item if found is prompt else replace(changed, **{name: found})
 
@@ -308,7 +330,7 @@ def _answered(fields: RowFields, *, empty: bool = False) -> tuple[PromptText, An
     """Returns ``prompt`` and ``completion``."""
     prompt, given = read_prompt(fields), fields.get("completion")
     if isinstance(given, (list, dict)):
-        answer = answer_text(as_messages(given, fields.place), fields.place)
+        answer = answer_text(as_messages(given, fields.place, fields.source), fields.place)
         if is_empty(answer) and not empty:
             found = f"{fields.place}: {field_excerpt(given)}"
             raise UserError("`completion` is empty", found=found, remedy="fill in or remove that row")
@@ -350,6 +372,7 @@ def _prompt(fields: RowFields) -> Prompt:
                 found=fields.place,
                 remedy="remove the row, or add the user's turn",
             )
+    used.update(PICTURES)  # which are in the prompt
     return Prompt(prompt, {k: v for k, v in fields.values.items() if k not in used}, fields.place)
 
 

@@ -19,6 +19,7 @@ from quartet.batch.trajectory import STEP_PREFIX, TrajectorySequence
 from quartet.config.errors import UserError
 from quartet.envs.protocol import Observation
 from quartet.text.examples import PromptText
+from quartet.text.pictures import image_parts
 from quartet.text.tokenizer import TextCodec
 
 SOURCE = "environment"
@@ -233,7 +234,8 @@ class Transcript:
             declared: the environment said that it adds to the state; a template may rewrite it all the same.
         """
         now, codec = self._open, self._codec
-        if not text.startswith(now.text):
+        pictures, held = ([], []) if isinstance(state, str) else (codec.placed(state), image_parts(now.state))
+        if not text.startswith(now.text) or (held and image_parts(state)[: len(held)] != held):
             return None
         tail = text[len(now.text) :]
         end = self._end_text(now.last)
@@ -241,7 +243,7 @@ class Transcript:
         if not isinstance(state, str) and not tail.startswith(end):
             return None
         tail = tail.removeprefix(end)
-        added = tuple(codec.encode_continuation(tail)) if tail else ()
+        added = tuple(codec.encode_continuation(tail, pictures[len(held) :])) if tail else ()
         is_promised = declared and isinstance(state, str)
         if not is_promised and codec.decode_completion(self.token_ids, added, whole=True) != tail:
             return None

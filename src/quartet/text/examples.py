@@ -31,6 +31,11 @@ def is_empty(answer: AnswerText) -> bool:
     return not (turn["content"].strip() or turn.get("tool_calls") or any(turn.get(name) for name in THOUGHTS))
 
 
+def is_image(part: Mapping[str, Any]) -> bool:
+    """Tells whether a part of a message's content is a picture."""
+    return part.get("type") in ("image", "image_url")
+
+
 def has_loss(message: Message) -> bool:
     """Tells whether a message is an assistant's turn that carries loss."""
     return message["role"] == "assistant" and bool(message.get("train", True))

@@ -38,7 +38,7 @@ from quartet.batch.pictures import MAX_ROWS, picture_ids, picture_key
 from quartet.config.errors import UserError, short_error_text
 from quartet.config.strict import is_url
 from quartet.observe.files import replace_atomically
-from quartet.text.examples import Messages
+from quartet.text.examples import Messages, PromptText, is_image
 from quartet.text.loading import load_tokenizer, resolve_model_directory
 
 MAX_PIXELS = 89_478_485
@@ -76,7 +76,7 @@ class Picture:
         return self.source if isinstance(self.source, str) else f"{len(self.source):,} bytes"
 
     def __repr__(self) -> str:
-        return f"Picture({self})"
+        return f"Picture({self}, {hash(self.source)})"
 
     def read(self) -> bytes:
         """Returns the encoded bytes. PictureError: there is no such file, or it cannot be read."""
@@ -140,6 +140,7 @@ class Picture:
             raise _unusable("cannot be decoded", f"{self}: {short_error_text(error)}") from None
 
 
+_SOURCES = ("bytes", "path", "url", "image", "image_url")
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.ASCII)
 
 
@@ -161,13 +162,16 @@ def to_picture(value: Any, base: Path | None = None) -> Picture:
         file = io.BytesIO()
         value.save(file, "PNG", compress_level=1)
         return Picture(file.getvalue())
-    if isinstance(value, Mapping):
-        given = next((value[name] for name in ("bytes", "path", "url", "image") if value.get(name) is not None), None)
-        if given is not None:
-            return to_picture(given, base)
+    if isinstance(value, Mapping) and (given := given_source(value)) is not None:
+        return to_picture(given, base)
     if isinstance(value, str | Path) and str(value).strip():
         return _at(str(value), base)
     raise _unusable("is neither a path nor bytes", f"{value!r:.80}", "give a path, encoded bytes, or a data URL")
+
+
+def given_source(value: Mapping[str, Any]) -> Any:
+    """Returns what an object or a part of a message has of its picture; None where it has nothing."""
+    return next((value[name] for name in _SOURCES if value.get(name) is not None), None)
 
 
 def _at(text: str, base: Path | None) -> Picture:
@@ -185,10 +189,10 @@ def _at(text: str, base: Path | None) -> Picture:
     return Picture(str((base or Path()).joinpath(Path(text).expanduser()).absolute()))
 
 
-def image_parts(messages: Messages) -> list[dict[str, Any]]:
+def image_parts(prompt: PromptText) -> list[dict[str, Any]]:
     """Returns the parts of messages that are pictures, in order."""
-    contents = [message.get("content") for message in messages]
-    return [part for content in contents if isinstance(content, list) for part in content if part["type"] == "image"]
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    return [part for content in contents if isinstance(content, list) for part in content if is_image(part)]
 
 
 # The pictures of a run -----------------------------------------------------------------------------------
@@ -278,12 +282,14 @@ class PlacedPicture:
         shown: the text for it, with one mark.
         written: that text as it is tokenised, with one mark for each run of rows.
         runs: ids of the rows, in runs without text between.
+        size: width and height in pixels.
     """
 
     key: int
     shown: str
     written: str
     runs: tuple[tuple[int, ...], ...]
+    size: tuple[int, int]
 
 
 class PictureProcessor:
@@ -319,7 +325,7 @@ class PictureProcessor:
         if not hasattr(config, "vision_config"):
             raise text_model_error(f"{source}: {type(config).__name__}")
         files = {name: file.read_bytes() for name in _FILES if (file := Path(source, name)).is_file()}
-        if not files:
+        if not files.keys() & set(_FILES[:2]):
             raise UserError(
                 "the model has no processor for pictures",
                 found=f"{source} has none of {', '.join(_FILES[:2])}",
@@ -380,28 +386,39 @@ class PictureProcessor:
             before + self.mark + behind.replace(self.mark, ""),
             re.sub(f"(?:{re.escape(self.mark)})+", lambda _: self.mark, text),
             tuple(tuple(next(ids) for _ in range(num)) for num in runs),
+            size,
         )
+
+    def size_of(self, key: int) -> tuple[int, int]:
+        """Returns width and height of a picture that was placed lately."""
+        return self._placed[key].size
 
     def _text(self, image: Image.Image, picture: Picture) -> str:
         """Returns what the processor writes for a picture of that size, a mark per row of features."""
-        found = self._processor(**self._asked(image, picture), return_text_replacement_offsets=True)
+        found = self._processed(image, picture, return_text_replacement_offsets=True)
         return str(found["text_replacement_offsets"][0][0]["replacement"])
 
     def inputs(self, picture: Picture) -> dict[str, Tensor]:
         """Returns what the tower takes of a picture, a batch of one; of a picture beside others, ``batch_num_images``
         says so.
         """
-        asked = self._asked(picture.decode(), picture)
-        found = self._processor(**asked, return_tensors="pt")
+        found = self._processed(picture.decode(), picture, return_tensors="pt")
         of_text = {*self._processor.tokenizer.model_input_names, "mm_token_type_ids", "token_type_ids"}
         own = {name: value for name, value in found.items() if name not in of_text}
-        if len(asked["images"][0]) == 1:
+        if self._num(picture) == 1:
             return own
         return {name: value if name == "batch_num_images" else value[:1] for name, value in own.items()}
 
-    def _asked(self, image: Image.Image, picture: Picture) -> dict[str, Any]:
-        num = 1 + (self.counts_beside and picture.num_beside > 0)  # that there are others matters, not which
-        return {"text": [self.placeholder * num], "images": [[image] * num]}
+    def _num(self, picture: Picture) -> int:
+        return 1 + (self.counts_beside and picture.num_beside > 0)  # that there are others matters, not which
+
+    def _processed(self, image: Image.Image, picture: Picture, **options: Any) -> Any:
+        num = self._num(picture)
+        try:
+            return self._processor(text=[self.placeholder * num], images=[[image] * num], **options)
+        except Exception as error:  # what processors raise
+            found = f"{picture}, {image.width} × {image.height}: {short_error_text(error)}"
+            raise _unusable("cannot be processed", found, "remove the row, or use a model that takes it") from error
 
     def save(self, directory: Path) -> None:
         """Writes its files beside an exported model, as they were."""
@@ -417,9 +434,9 @@ def _placeholder_id(config: PreTrainedConfig) -> int:
 def text_model_error(found: str) -> UserError:
     """Makes the error for pictures that a model cannot read."""
     return UserError(
-        "the prompt has pictures, and the model reads text alone",
+        "the prompt has pictures, and the model has no processor for them",
         found=found,
-        remedy="use a vision-language model, or data without pictures",
+        remedy="use a vision-language model with preprocessor_config.json in its directory, or data without pictures",
     )
 
 
@@ -437,7 +454,7 @@ def _load_processor(source: str, config: Any, *, trust_remote_code: bool) -> Pro
     module: Any = __import__(found.__module__, fromlist=["num2words"])
     if getattr(module, "num2words", found) is None:
         module.num2words = str  # SmolVLM's, for lengths of videos
-    takes_none = type(found.__name__, (found,), {"check_argument_for_proper_class": lambda *_: object})
+    takes_none: Any = type(found.__name__, (found,), {"check_argument_for_proper_class": lambda *_: object})
     values, _ = found.get_processor_dict(source)
     processor: Any = takes_none.from_args_and_dict([parts.get(each) for each in found.get_attributes()], values)
     processor.__class__ = found
@@ -454,6 +471,22 @@ class PictureCodec:
 
     processor: PictureProcessor
     store: PictureStore
+
+    @classmethod
+    def of(
+        cls, model: str | Path, store: PictureStore | None = None, *, trust_remote_code: bool = False
+    ) -> PictureCodec | None:
+        """Returns the codec of a model's directory or hub name; None where the model reads text alone, or has no
+        processor, so that it can learn from texts.
+
+        Raises:
+            UserError: the processor cannot be used.
+        """
+        source = resolve_model_directory(model, "tokenizer")
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if not hasattr(config, "vision_config") or not any(Path(source, name).is_file() for name in _FILES[:2]):
+            return None
+        return cls(PictureProcessor.load(source, trust_remote_code=trust_remote_code), store)
 
     def placed(self, messages: Messages) -> list[PlacedPicture]:
         """Returns the pictures of a prompt, which are in the store from then on."""

@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file_error
-from quartet.text.examples import Message, Messages, has_loss
+from quartet.text.examples import Message, Messages, has_loss, is_image
 
 MARKS = re.compile(r"\{%-?\s*generation\b")
 """In a template that says itself which tokens are the assistant's."""
@@ -102,7 +102,7 @@ def in_parts(message: Message, *, takes_text: bool) -> Message:
     a part where the template does not take text."""
     content = message.get("content")
     if isinstance(content, list):
-        parts = [{"type": "image"} if part["type"] == "image" else part for part in content]
+        parts = [{"type": "image"} if is_image(part) else part for part in content]
         return {**message, "content": parts}
     return message if takes_text else {**message, "content": [{"type": "text", "text": content or ""}]}
 

@@ -491,8 +491,7 @@ class TextCodec:
         tail: str,
         pictures: Sequence[PlacedPicture] = (),
     ) -> list[int]:
-        """Returns the ids of ``tail``, which shows ``pictures``, after the ids ``before`` of ``head``, which stay as they
-        are."""
+        """Returns the ids of ``tail``, which shows ``pictures``, after the ids ``before`` of ``head``, which stay."""
         whole = encode(head + tail)
         if whole[: len(before)] == before:
             return whole[len(before) :]
