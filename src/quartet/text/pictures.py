@@ -486,7 +486,7 @@ class PictureCodec:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if not hasattr(config, "vision_config") or not any(Path(source, name).is_file() for name in _FILES[:2]):
             return None
-        return cls(PictureProcessor.load(source, trust_remote_code=trust_remote_code), store)
+        return cls(PictureProcessor.load(source, trust_remote_code=trust_remote_code), store or PictureStore())
 
     def placed(self, messages: Messages) -> list[PlacedPicture]:
         """Returns the pictures of a prompt, which are in the store from then on."""
