@@ -99,10 +99,10 @@ class Picture:
             PictureError: it cannot be decoded to the end, though perhaps in less detail, or is too large.
         """
         image = self._opened(self.read())
-        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
         width, height = image.size
         image.draft("RGB", (1, 1))  # of JPEG a rough picture, which takes all of its bytes as well
         self._load(image)
+        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
         return (height, width) if turned else (width, height)
 
     def decode(self) -> Image.Image:
