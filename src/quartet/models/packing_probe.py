@@ -296,7 +296,8 @@ def _pictures_fail(packed: PackedModel, tower: ImageTower) -> str | None:
     rows, *deep = (
         torch.randn(num_rows, width, generator=generator).to(weight.device, weight.dtype) for _ in range(1 + num_deep)
     )
-    ids = [3, 10, *picture_ids(0, num_rows), 17, 24]
+    first, second, third, fourth = [n for n in (3, 10, 17, 24, 5) if n != tower.placeholder_id][:4]
+    ids = [first, second, *picture_ids(0, num_rows), third, fourth]
     features = ImageFeatures(rows, torch.stack(deep) if deep else None, _GRID if tower.has_axes else None)
     try:
         theirs = _with_own_merge(packed, tower, torch.tensor(ids, device=weight.device), rows, deep)
