@@ -483,8 +483,9 @@ class PictureCodec:
             UserError: the processor cannot be used.
         """
         source = resolve_model_directory(model, "tokenizer")
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        if not hasattr(config, "vision_config") or not any(Path(source, name).is_file() for name in _FILES[:2]):
+        if not any(Path(source, name).is_file() for name in _FILES[:2]):
+            return None
+        if not hasattr(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code), "vision_config"):
             return None
         return cls(PictureProcessor.load(source, trust_remote_code=trust_remote_code), store or PictureStore())
 
