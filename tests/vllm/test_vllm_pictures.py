@@ -51,8 +51,9 @@ def configuration(kind: str, tokenizer: Any) -> Any:
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
     made = {"qwen2_vl": hf.Qwen2VLConfig, "qwen2_5_vl": hf.Qwen2_5_VLConfig, "qwen3_vl": hf.Qwen3VLConfig}[kind]
     tied = kind != "qwen3_vl"
+    rope = ROPE if tied else {**ROPE, "mrope_interleaved": True}  # which transformers takes for granted
     return made(
-        text_config={**text, "rope_parameters": ROPE, "tie_word_embeddings": tied},
+        text_config={**text, "rope_parameters": rope, "tie_word_embeddings": tied},
         vision_config=VISION[kind],
         tie_word_embeddings=tied,
         **ids,
