@@ -470,14 +470,22 @@ def packed_attention(
 AttentionInterface.register(NAME, packed_attention)
 
 
+def language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the part of a vision-language model that runs packed; of a text model, the model itself."""
+    if getattr(model.config, "vision_config", None) is None:
+        return model
+    found: PreTrainedModel = model.get_decoder()
+    return found
+
+
 def install_attention(model: PreTrainedModel) -> None:
-    """Switches ``model`` to the packed attention."""
+    """Switches ``model`` to the packed attention; a vision tower keeps its own."""
     if is_attention_installed(model):
         return
     former = original_attention(model)
     found = "it does not use transformers' attention interface"
     try:
-        model.set_attn_implementation(NAME)
+        language_model(model).set_attn_implementation(NAME)
     except ValueError as error:
         found = str(error).splitlines()[0]
     # Families without the interface only log a warning and stay as they were.
@@ -492,17 +500,18 @@ def install_attention(model: PreTrainedModel) -> None:
 
 
 def is_attention_installed(model: PreTrainedModel) -> bool:
-    return bool(model.config._attn_implementation == NAME)
+    return bool(language_model(model).config._attn_implementation == NAME)
 
 
 def original_attention(model: PreTrainedModel) -> str:
     """Returns the attention implementation that ``model`` has when it is not taken over."""
-    name = getattr(model, _FORMER, None) if is_attention_installed(model) else model.config._attn_implementation
+    config = language_model(model).config
+    name = getattr(model, _FORMER, None) if is_attention_installed(model) else config._attn_implementation
     return str(name or "sdpa")
 
 
 def uninstall_attention(model: PreTrainedModel) -> None:
-    model.set_attn_implementation(original_attention(model))
+    language_model(model).set_attn_implementation(original_attention(model))
 
 
 BLOCK = 128

@@ -12,18 +12,23 @@ import copy
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
+from quartet.batch.pictures import picture_places
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.attention import original_attention
@@ -169,7 +174,7 @@ def load_causal_lm(path: str, *, empty: bool = False, trust_remote_code: bool = 
     trust = {"trust_remote_code": trust_remote_code}
     with _quiet(), naming_load_errors(path, "causal language model"):
         config = read_config(source, **trust)
-        model, info = load_weights(AutoModelForCausalLM, source, config, empty=empty, **trust)
+        model, info = load_weights(_causal_class(config), source, config, empty=empty, **trust)
         generation = load_generation_config(source)
         if empty and generation is not None:  # else read beside the weights
             model.generation_config = generation
@@ -202,8 +207,29 @@ def load_on_meta(path: str, *, trust_remote_code: bool = False) -> PreTrainedMod
     trust = {"trust_remote_code": trust_remote_code}
     with _quiet(), naming_load_errors(path, "causal language model"), torch.device("meta"):
         config = read_config(resolve_model_directory(path, "model"), **trust)
-        outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, **trust)
+        outline: PreTrainedModel = _causal_class(config).from_config(config, **trust)
     return outline
+
+
+def _causal_class(config: PreTrainedConfig) -> Any:
+    """Returns the auto class of a causal LM, or of a vision-language model where transformers has no other for it."""
+    with_pictures = type(config) in AutoModelForImageTextToText._model_mapping
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForImageTextToText if with_pictures and not known else AutoModelForCausalLM
+
+
+def _know_scalar_class(config: PreTrainedConfig) -> None:
+    """Has ``AutoModelForSequenceClassification`` of this process know vision-language models, of which transformers
+    has no such class: body and head, named as in its own classes.
+    """
+    kinds = AutoModelForSequenceClassification._model_mapping
+    if getattr(config, "vision_config", None) is None or type(config) in kinds:
+        return
+    body = AutoModel._model_mapping[type(config)]
+    family = next(kind for kind in body.__mro__ if kind.__name__.endswith("PreTrainedModel"))
+    name = body.__name__.removesuffix("Model") + "ForSequenceClassification"
+    made = type(name, (GenericForSequenceClassification, family), {"config_class": type(config)})
+    AutoModelForSequenceClassification.register(type(config), made, exist_ok=True)
 
 
 def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -222,6 +248,7 @@ def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool
                 found=f"architectures {config.architectures}, num_labels {config.num_labels}",
                 remedy="train one with `quartet reward-model`, or save a sequence-classification model with one label",
             )
+        _know_scalar_class(config)
         model, info = load_weights(AutoModelForSequenceClassification, source, config, empty=empty, **trust)
     if info["missing_keys"]:
         raise UserError(
@@ -241,6 +268,7 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     """
     config = copy.deepcopy(model.config)
     config.num_labels = 1
+    _know_scalar_class(config)
     made = torch.device("meta") if model.device.type == "meta" else contextlib.nullcontext()
     with _quiet(), torch.random.fork_rng(devices=[]), made:
         torch.manual_seed(seed)
@@ -333,6 +361,8 @@ def _probe_tiny_model(packed: PackedModel) -> None:
     small = _take_over(type(packed), tiny, lora=lora)
     packed.shares_prefixes, packed.unshared_because = small.shares_prefixes, small.unshared_because
     packed.relative_positions = small.relative_positions
+    if packed.tower is not None and small.tower is not None:
+        packed.tower.unsupported = small.tower.unsupported
     if isinstance(packed, PackedCausalLM) and isinstance(small, PackedCausalLM):
         packed.logit_scale = small.logit_scale
 
@@ -465,6 +495,8 @@ def save_scalar_model(
     if saved_paths(packed, path) != (path,):
         rows = f"model.resize_token_embeddings({pad_id + 1}) and " if pad_id >= num_rows else ""
         warnings.append(f"to score batches by the adapter, call {rows}set model.config.pad_token_id = {pad_id} first")
+    if type(packed.model).__module__ == __name__:
+        warnings.append(f"transformers has no {type(packed.model).__name__}: load_scalar_model of Quartet loads it")
     if not packed.relative_positions:
         warnings.append("its positions are counted from the left, so pad batches on the right, as its tokenizer does")
     return "; ".join(warnings) or None
@@ -476,8 +508,8 @@ def _config_eos_ids(model: PreTrainedModel) -> set[int]:
 
 
 def seen_token_mask(vocab_size: int, batches: Iterator[Tensor]) -> Tensor:
-    """Returns ``[V]`` bool: ids that occur in any of the id tensors."""
+    """Returns ``[V]`` bool: ids that occur in any of the id tensors, besides places of pictures."""
     seen = torch.zeros(vocab_size, dtype=torch.bool)
     for ids in batches:
-        seen[ids] = True
+        seen[ids[~picture_places(ids)]] = True
     return seen

@@ -32,7 +32,8 @@ from quartet.models.directories import WHOLE, load_warnings
 from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_multiple
 from quartet.models.logprobs import LogprobOptions, SamplingLimits, VocabShard, token_logprobs
 from quartet.models.lora import Adapters, attach_adapters, reject_peft_model
-from quartet.models.memory import align_storages
+from quartet.models.memory import align_storages, to_device
+from quartet.models.vision import ImageTower
 from quartet.models.work import ModelFlops, WorkCounter
 
 Precision = Literal["fp32", "bf16"]
@@ -56,6 +57,9 @@ class PackedModel:
         shares_prefixes: a prompt may be computed once for all of its responses; False where the model cannot.
         unshared_because: why it cannot, for the warning.
         relative_positions: a sequence may begin at any position, as it does in a batch that is padded on the left.
+        body: the language model without its head.
+        tower: what a vision-language model has beside its language model, frozen unless told otherwise; None of a text
+            model.
         adapters: what ``adapt`` put in; None where all weights are the model's own.
         one_call: ``one_call(function, *args)`` is ``function(*args)``. All passes of an engine go through it, hidden
             states and head of a pack within one call, so that a model can be one whose weights must be brought first.
@@ -91,7 +95,13 @@ class PackedModel:
         align_storages(model)
         attention.install_attention(model)
         self._fused: list[nn.Module] = [m for form in weight_forms() for m in load_object(form.install)(model)]
+        self.tower = ImageTower.of(model)
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
+        if self.tower is not None:
+            self.body = attention.language_model(model)
+            self.tower.autocast = self.autocast
+            self.tower.rounded = self.rounded_parameters if precision == "bf16" else set
+            self.tower.freeze("language")
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed: list[nn.Module] = []
         if activation_checkpointing:
@@ -163,6 +173,8 @@ class PackedModel:
         An exact context gets more rows where these are too few for exact products.
 
         Args:
+            input_ids: of a vision-language model, places of pictures among them, where they lie on the host.
+            position_ids: ``[P]``, or ``[3, P]`` where the tower says so.
             received: ``[P, D]`` of the layers before those that are here.
 
         Raises:
@@ -176,19 +188,29 @@ class PackedModel:
             missing = self.num_rows(num_tokens) - num_tokens
             input_ids, position_ids = F.pad(input_ids, (0, missing)), F.pad(position_ids, (0, missing))
             received = received if received is None else F.pad(received, (0, 0, 0, missing))
-        with self.autocast(), self._receiving(received):
+        with self.autocast(), self._receiving(received), self._placing(input_ids) as (embedded_ids, of_pictures):
             output = self.body(
-                input_ids=input_ids.unsqueeze(0),
-                position_ids=position_ids.unsqueeze(0),
+                input_ids=embedded_ids.unsqueeze(0),
+                position_ids=position_ids.unsqueeze(-2),
                 attention_mask=None,
                 use_cache=False,
                 quartet_attention=context,
+                **of_pictures,
             )
         if not isinstance(getattr(output, "last_hidden_state", None), Tensor):
             raise TypeError(f"{type(self.body).__name__} gives no last_hidden_state, but a {type(output).__name__}")
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         # A slice of all rows would cost a copy in the backward.
         return hidden[:num_tokens] if missing else hidden
+
+    @contextlib.contextmanager
+    def _placing(self, input_ids: Tensor) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Gives the ids that the embedding takes, on the device, and what the language model is told of pictures."""
+        if self.tower is None:
+            yield input_ids, {}
+            return
+        with self.tower.placing(input_ids) as (ids, of_pictures):
+            yield ids if ids.device == self.device else to_device(ids, self.device), of_pictures
 
     @contextlib.contextmanager
     def _receiving(self, received: Tensor | None) -> Iterator[None]:

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from quartet.batch.pictures import picture_ids, picture_places
 from quartet.config import UserError
 from quartet.models import attention
 from quartet.models.attention import (
@@ -49,6 +52,7 @@ from quartet.models.exact import (
     padded_key_length,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel
+from quartet.models.vision import ImageFeatures, ImageTower
 
 _LENGTHS = (5, 3, 4, 2, 3)
 _PARENTS = (-1, 0, 0, 2, 2)
@@ -92,6 +96,8 @@ def _measure(packed: PackedModel) -> float:
     _check_leak(packed, hidden, ids[rows], positions[rows], [len(chain) for chain in chains])
     if isinstance(packed, PackedCausalLM) and logits is not None:
         difference = max(difference, _check_logits(packed, hidden[: len(chains[0])], logits))
+    if packed.tower is not None:
+        packed.tower.unsupported = _pictures_fail(packed, packed.tower)
     tree = _difference(packed.hidden(ids, positions, PackedAttention(_LENGTHS, _PARENTS))[rows], torch.cat(alone))
     if tree <= _tolerance(packed, sharing=True):
         return max(difference, tree)
@@ -271,6 +277,76 @@ def _logit_scale(config: PreTrainedConfig, ours: Tensor, theirs: Tensor) -> floa
     stated = [float(value) for name in _SCALES if (value := getattr(config, name, None))]
     factors = [*stated, *(1 / value for value in stated)]
     return min(factors, key=lambda factor: abs(factor - measured), default=1.0)
+
+
+_GRID = (1, 2, 3)
+
+
+def _pictures_fail(packed: PackedModel, tower: ImageTower) -> str | None:
+    """Compares a sequence with a picture with what the model itself makes of it; the tower, which may be large, is
+    left out: both get random features.
+
+    Returns:
+        What is wrong; None where nothing is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vision, width = packed.model.config.vision_config, packed.model.config.get_text_config().hidden_size
+    num_deep, num_rows = len(getattr(vision, "deepstack_visual_indexes", None) or ()), _GRID[1] * _GRID[2]
+    weight = next(packed.body.parameters())
+    rows, *deep = (
+        torch.randn(num_rows, width, generator=generator).to(weight.device, weight.dtype) for _ in range(1 + num_deep)
+    )
+    ids = [3, 10, *picture_ids(0, num_rows), 17, 24]
+    features = ImageFeatures(rows, torch.stack(deep) if deep else None, _GRID if tower.has_axes else None)
+    try:
+        theirs = _with_own_merge(packed, tower, torch.tensor(ids, device=weight.device), rows, deep)
+        with tower.with_features({0: features}):
+            positions, _ = tower.positions(ids, 0)
+            ours = packed.hidden(torch.tensor(ids), positions.to(weight.device), PackedAttention([len(ids)]))
+    except MemoryError:
+        raise
+    except Exception as error:  # a model's own code may raise anything
+        line = next(iter(str(error).strip().splitlines()), "no message")
+        return f"a forward pass with a picture failed with {type(error).__name__}: {line}"
+    difference = _difference(ours, theirs)
+    if difference <= _tolerance(packed):
+        return None
+    return f"with a picture its hidden states differ by {difference:.3g} of the largest"
+
+
+def _with_own_merge(packed: PackedModel, tower: ImageTower, ids: Tensor, rows: Tensor, deep: list[Tensor]) -> Tensor:
+    """Computes hidden states ``[L, D]`` by the model's own way of putting features into a sequence."""
+    base, mask = tower.base, picture_places(ids).unsqueeze(0)
+    merged = int(getattr(packed.model.config.vision_config, "spatial_merge_size", 1))
+    grid = torch.tensor([[_GRID[0], _GRID[1] * merged, _GRID[2] * merged]], device=ids.device)
+    given = {
+        "image_grid_thw": grid,
+        "image_sizes": torch.ones(1, 2, dtype=torch.int64),
+        "mm_token_type_ids": mask.int(),
+        "token_type_ids": mask.int(),
+    }
+    known = inspect.signature(type(base).forward).parameters
+    # Families differ in whether these are listed by pictures.
+    forms: list[Any] = [[rows], rows.unsqueeze(0)]
+    attention.uninstall_attention(packed.model)
+    try:
+        while True:
+            output = SimpleNamespace(pooler_output=forms.pop(0), deepstack_features=[[layer] for layer in deep])
+            base.get_image_features = lambda *_, output=output, **__: output
+            try:
+                found: Tensor = base(
+                    input_ids=ids.masked_fill(mask[0], tower.placeholder_id).unsqueeze(0),
+                    pixel_values=rows.new_zeros(1, 3, 1, 1),
+                    use_cache=False,
+                    **{name: value for name, value in given.items() if name in known},
+                ).last_hidden_state.squeeze(0)
+                return found
+            except AttributeError:
+                if not forms:
+                    raise
+    finally:
+        vars(base).pop("get_image_features", None)
+        attention.install_attention(packed.model)
 
 
 class _Continued:
@@ -542,7 +618,10 @@ def _shrink(config: PreTrainedConfig) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and value > most:
             setattr(text, name, most)
     if (vision := getattr(config, "vision_config", None)) is not None:
-        vision.num_hidden_layers = 1
+        vision.num_hidden_layers = vision.depth = 1
+        if hasattr(vision, "spatial_merge_size"):  # the tower does not run, but counts among the parameters
+            setattr(vision, "embed_dim" if hasattr(vision, "embed_dim") else "hidden_size", 4 * vision.num_heads)
+        config.image_token_id = text.vocab_size - 1
     if hasattr(text, "initializer_range"):
         text.initializer_range = _INITIALIZER_RANGE
     # Ids beyond the small vocabulary stand for nothing.
@@ -571,3 +650,5 @@ def _shrink_heads(text: PreTrainedConfig) -> None:
     for name, value in rope.items():
         if isinstance(value, list) and name.endswith("_factor"):
             rope[name] = value[: max(1, len(value) * size // former)]
+        elif name == "mrope_section":  # how many pairs follow each axis
+            rope[name] = [number * size // former for number in value]

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quartet.batch.pictures import picture_places
 from quartet.batch.ragged import ColumnSet, RaggedBatch, to_device_async
 from quartet.models.logprobs import SamplingLimits
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.models.packing import pack
+from quartet.models.packing import Pack, pack
 from quartet.models.work import attended_pairs
 from quartet.train.parallel.context import ALONE, ModelParallel, RowRead
 from quartet.train.parallel.data import sharded
@@ -248,10 +250,10 @@ class PackedPass:
         split = parallel.split(len(packed_batch.source), None if predicted is None else predicted[0])
         self.num_rows = split.num_own
         self._packed, self._needs, self._chunk, self._pack = packed, needs, logprob_chunk, packed_batch
-        ids, positions = (
-            to_device_async(x[split.span], device) for x in (packed_batch.input_ids, packed_batch.position_ids)
-        )
-        self._ids, self._positions = ids, positions
+        ids, positions = packed_batch.input_ids[split.span], _positions(packed, packed_batch)[..., split.span]
+        # Pictures are looked for on the host.
+        self._ids = ids.cpu() if packed.tower is not None else to_device_async(ids, device)
+        self._positions = to_device_async(positions, device)
         self._attention = split.attention(packed_batch.attention(exact=packed.numerics == "exact"))
 
         def there(rows: Tensor, *columns: Tensor) -> tuple[Any, ...]:
@@ -279,7 +281,10 @@ class PackedPass:
         stage = self._packed.stage
         if stage is None or stage.is_last:  # every stage has the same rows
             self._packed.work.computed_tokens += self._packed.num_rows(self.num_rows)
-        return self._packed.hidden(self._ids, self._positions, self._attention, received)
+        hidden = self._packed.hidden(self._ids, self._positions, self._attention, received)
+        if self._packed.tower is not None:
+            self._packed.tower.check_counts(self._pack.input_ids)
+        return hidden
 
     def _read(self, hidden: Tensor) -> ForwardOutputs:
         packed, needs, scatter = self._packed, self._needs, self._pack.scatter
@@ -301,6 +306,20 @@ class PackedPass:
             read, targets = self._own
             step_scores = scatter(_scalars(packed, hidden, read), targets)
         return ForwardOutputs(logprobs, entropies, values, scores, step_scores, states)
+
+
+def _positions(packed: PackedModel, laid_out: Pack) -> Tensor:
+    """Returns the positions of a pack: ``[P]``, or ``[3, P]`` where a model counts pictures in several axes."""
+    if packed.tower is None or not packed.tower.has_axes or not bool(picture_places(laid_out.input_ids).any()):
+        return laid_out.position_ids
+    behind: list[int] = []
+    pieces = []
+    ids = laid_out.input_ids.tolist()
+    for length, parent, end in zip(laid_out.lengths, laid_out.parents, accumulate(laid_out.lengths), strict=True):
+        found, stop = packed.tower.positions(ids[end - length : end], behind[parent] if parent >= 0 else 0)
+        pieces.append(found)
+        behind.append(stop)
+    return torch.cat(pieces, 1)
 
 
 def _logprobs(
