@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quartet.batch.pictures import picture_places
+from quartet.batch.pictures import keys_in, picture_places
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, CustomDispatch, RankLayout, dispatch
@@ -695,6 +695,7 @@ def rollout_records(batch: RaggedBatch, columns: Mapping[str, Tensor], codec: Te
                 columns={name: _rounded(values[start:stop]) for name, values in columns.items()},
                 trajectory_id=f"{int(batch.sequence['group'][s])}.{int(batch.sequence['response'][s])}",
                 part=parts[s],
+                pictures=[f"{key:012x}" for key in keys_in(ids)],
             )
         )
     return records
