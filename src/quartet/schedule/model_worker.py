@@ -561,6 +561,9 @@ class RolloutWriter(Checkpointed):
         def write() -> None:
             records = [record for pair in pairs for record in rollout_records(*pair, self._codec)]
             try:
+                if self._codec.pictures is not None:
+                    shown = {int(key, 16) for record in records for key in record.pictures}
+                    self._codec.pictures.store.copy_to(directory.parent / "pictures", shown)
                 write_rollout_step(directory, step, records)
             except OSError as error:
                 raise write_error(rollouts_path(directory, step), error) from error

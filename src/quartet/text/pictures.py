@@ -251,6 +251,12 @@ class PictureStore:
         remedy = "let all processes of a run have the same directory"
         raise UserError("a sequence has a picture that the run does not", found=str(self._path(key, 0)), remedy=remedy)
 
+    def copy_to(self, directory: Path, keys: Iterable[int]) -> None:
+        """Puts pictures into a directory as well, for readers of a run when its own store may be gone."""
+        other = PictureStore(directory)
+        for key in keys if directory != self.directory else ():
+            other.put(key, self.get(key))
+
     def _path(self, key: int, num_beside: int) -> Path:
         return self.directory / (f"{key:012x}" + "_beside" * (num_beside > 0))
 

@@ -22,6 +22,7 @@ from quartet.envs.protocol import Item, StepResult
 from quartet.observe.rollouts import read_rollout_step
 from quartet.observe.spans import read_spans
 from quartet.observe.trackers import read_metrics
+from quartet.text.pictures import PictureStore
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.supervised import RewardModelTrainer
 from tiny_vision import picture_bytes, save_model
@@ -96,6 +97,9 @@ def test_grpo(kind: str, tmp_path: Path) -> None:
     ).read_bytes()
     records = [record for step in range(1, 5) for record in read_rollout_step(tmp_path / "run" / "rollouts", step)]
     assert {len(keys_in(record.prompt_ids)) for record in records} == {0, 1, 2}
+    kept = PictureStore(tmp_path / "run" / "pictures")
+    shown = {int(key, 16) for record in records for key in record.pictures}
+    assert {kept.get(key).source for key in shown} == {str(tmp_path / f"{n}.png") for n in range(3)}
     # What was trained is a model like the first: it can be trained on.
     again = tmp_path / "again"
     again.mkdir()
