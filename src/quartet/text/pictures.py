@@ -190,8 +190,9 @@ def _at(text: str, base: Path | None) -> Picture:
 
 def image_parts(prompt: PromptText) -> list[dict[str, Any]]:
     """Returns the parts of messages that are pictures, in order."""
-    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    return [part for content in contents if isinstance(content, list) for part in content if is_image(part)]
+    messages = [] if isinstance(prompt, str) else prompt
+    contents = [turn["content"] for turn in messages if isinstance(turn.get("content"), list)]
+    return [part for content in contents for part in content if is_image(part)]
 
 
 # The pictures of a run -----------------------------------------------------------------------------------
