@@ -149,7 +149,7 @@ class ParsedRows(Generic[T]):
         known += [place][: _KEPT_PLACES - len(known)]
 
     def skip_picture(self, error: PictureError, place: str) -> None:
-        """Counts a row whose pictures cannot be used; raises the error where the recipe does not leave such rows out."""
+        """Counts a row whose pictures cannot be used. Raises the error where the recipe leaves out no such rows."""
         if not self.skips_pictures:
             raise error
         self.skip(error.problem, place)
