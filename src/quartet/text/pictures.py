@@ -22,7 +22,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -472,11 +472,11 @@ class PictureCodec:
     """How pictures stand in a codec's texts and ids.
 
     Args:
-        store: gets every picture that is encoded.
+        store: gets every picture that is encoded; one of this process when left out.
     """
 
     processor: PictureProcessor
-    store: PictureStore
+    store: PictureStore = field(default_factory=PictureStore)
 
     @classmethod
     def of(

@@ -54,7 +54,7 @@ from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Decode, DecodingRequest, StopStringMatcher, check_request
 from quartet.rollout.vllm.pictures import PictureInputs
 from quartet.rollout.vllm.start import DraftSettings, HeadPadding
-from quartet.text.pictures import PictureProcessor, PictureStore
+from quartet.text.pictures import PictureCodec
 from quartet.weights.manifest import WeightsRefused, WeightsUnusable
 
 SAMPLING = "quartet_sampling"
@@ -282,7 +282,7 @@ class VLLMEngine:
         lora: Mapping[str, Any] | None = None,
         padding: HeadPadding | None = None,
         drafts: DraftSettings | None = None,
-        pictures: tuple[PictureProcessor, PictureStore] | None = None,
+        pictures: PictureCodec | None = None,
     ) -> None:
         config = EngineArgs(**engine_args).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -291,7 +291,7 @@ class VLLMEngine:
         self._block_size = config.cache_config.block_size
         self._num_blocks = config.cache_config.num_gpu_blocks or 0
         self._decode = decode
-        self._pictures = None if pictures is None else PictureInputs(config.model_config, *pictures)
+        self._pictures = None if pictures is None else PictureInputs(config.model_config, pictures)
         self._lora, self._padding, self._drafts = lora, padding, drafts
         depth = 0 if drafts is None else drafts.config["num_speculative_tokens"]
         self._drafted_by_depth, self._kept_by_depth = [0] * depth, [0] * depth

@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch import Tensor
 from quartet.config import UserError
 from quartet.config.plugins import load_object
 from quartet.observe.memory import available_bytes
-from quartet.text.pictures import PictureCodec, PictureProcessor, PictureStore
+from quartet.text.pictures import PictureStore
 from quartet.text.tokenizer import TextCodec
 
 _PLAIN = ("llama",)
@@ -162,7 +162,8 @@ def make_vllm_engine(
 
     from quartet.rollout.vllm.engine import VLLMEngine
 
-    if not (folder := Path(path)).is_dir():
+    folder = Path(path)
+    if not folder.is_dir():
         raise UserError("there is no model directory here", found=path, remedy="name a directory with config.json")
     given: dict[str, Any] = {
         "model": path,
@@ -183,28 +184,19 @@ def make_vllm_engine(
         given |= _picture_arguments(config)
     padding = _cpu_arguments(config, given)
     given |= _further(engine_args or {})
-    trust_remote_code = bool(given.get("trust_remote_code"))
     try:
         with tempfile.TemporaryDirectory(prefix="quartet-vllm-") as made:
             if padding is not None:
                 given["model"] = str(padding.save(folder, Path(made, "model")))
             drafts = None
             if drafter is not None:
-                target, section = drafter
-                Path(made, "drafter").mkdir()
-                drafts = load_object(target)(section, Path(made, "drafter"))
+                (folder_of_drafter := Path(made, "drafter")).mkdir()
+                drafts = load_object(drafter[0])(drafter[1], folder_of_drafter)
                 given["speculative_config"] = drafts.config
             options: dict[str, Any] = {"lora": lora, "padding": padding, "drafts": drafts}
-            codec = _codec(folder, trust_remote_code)
-            if pictures is not None:
-                processor, store = (
-                    PictureProcessor.load(folder, trust_remote_code=trust_remote_code),
-                    PictureStore(Path(pictures)),
-                )
-                options["pictures"] = processor, store
-                codec = None if codec is None else replace(codec, pictures=PictureCodec(processor, store))
-            decode = None if codec is None else codec.decode_completion
-            return VLLMEngine(given, decode=decode, version=version, **options)
+            if (codec := _codec(folder, pictures, bool(given.get("trust_remote_code")))) is not None:
+                options |= {"decode": codec.decode_completion, "pictures": pictures and codec.pictures}
+            return VLLMEngine(given, version=version, **options)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise UserError(
             "vLLM cannot serve this model so",
@@ -331,7 +323,8 @@ def _cpu_arguments(config: Mapping[str, Any], given: dict[str, Any]) -> HeadPadd
     return head_padding(config, CPUAttentionBackend.get_supported_head_sizes())
 
 
-def _codec(folder: Path, trust_remote_code: bool) -> TextCodec | None:
+def _codec(folder: Path, pictures: str | None, trust_remote_code: bool) -> TextCodec | None:
     if not (folder / "tokenizer.json").is_file():
         return None
-    return TextCodec.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    store = None if pictures is None else PictureStore(Path(pictures))
+    return TextCodec.from_pretrained(folder, trust_remote_code=trust_remote_code, pictures=store)
