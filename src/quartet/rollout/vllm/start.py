@@ -162,8 +162,7 @@ def make_vllm_engine(
 
     from quartet.rollout.vllm.engine import VLLMEngine
 
-    folder = Path(path)
-    if not folder.is_dir():
+    if not (folder := Path(path)).is_dir():
         raise UserError("there is no model directory here", found=path, remedy="name a directory with config.json")
     given: dict[str, Any] = {
         "model": path,
@@ -180,8 +179,7 @@ def make_vllm_engine(
         **_CHOSEN,
     }
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if pictures is not None:
-        given |= _picture_arguments(config)
+    given |= {} if pictures is None else _picture_arguments(config)
     padding = _cpu_arguments(config, given)
     given |= _further(engine_args or {})
     try:
