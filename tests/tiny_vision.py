@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,20 @@ CHATML = (
     "{{ '<|im_end|>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 PARTS_ALONE = (
-    "{%- for m in messages -%}{{ m.role | upper }}: {% for c in m.content if c.type == 'image' -%}{{ '<image>\n' }}"
+    "{%- for m in messages -%}{{ m.role | upper }}:{% for c in m.content if c.type == 'image' -%}{{ '<image>\n' }}"
     "{%- endfor -%}{%- for c in m.content if c.type == 'text' -%}{{ c.text }}{%- endfor -%}"
     "{{ '<|im_end|>\n' if m.role == 'assistant' else '\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}ASSISTANT: {%- endif -%}"
+    "{%- if add_generation_prompt -%}ASSISTANT:{%- endif -%}"
 )
 """As LLaVA's: of content that is text it writes nothing."""
+MARKED = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' -%}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{%- elif m.content is string -%}{{ m.content + '<|im_end|>' }}"
+    "{%- else -%}{%- for c in m.content -%}{{ IMAGE if c.type == 'image' else c.text }}{%- endfor -%}"
+    "{{ '<|im_end|>' }}{%- endif -%}{{ '\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+"""Says itself which tokens are the assistant's."""
 
 
 def make_tokenizer(template: str, extra: list[str], *, bos: bool = False, **named: str) -> PreTrainedTokenizerFast:
@@ -204,6 +211,3 @@ def picture_bytes(
     file = BytesIO()
     image.save(file, form, **how)
     return file.getvalue()
-
-
-Make = Callable[..., Path]

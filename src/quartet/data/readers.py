@@ -10,7 +10,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -270,7 +270,7 @@ def _hub(name: str, config: str | None, split: str) -> Values:
             found=f"{shown}: {reason}",
             remedy="check name, config, split and network, or name a file ending in " + ", ".join(sorted(_READERS)),
         ) from error
-    for column, feature in rows.features.items():
+    for column, feature in (rows.features or {}).items():
         if (encoded := _undecoded(feature, datasets)) != feature:
             rows = rows.cast_column(column, encoded)
     yield from ((number, dict(values)) for number, values in enumerate(rows, start=1))
@@ -280,8 +280,8 @@ def _undecoded(feature: Any, datasets: Any) -> Any:
     """Returns the type of a column whose pictures stay encoded."""
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
-    if isinstance(feature, datasets.List | datasets.LargeList):
-        return type(feature)(_undecoded(feature.feature, datasets))
+    if hasattr(feature, "feature"):  # a list's
+        return replace(feature, feature=_undecoded(feature.feature, datasets))
     if isinstance(feature, dict):
         return {name: _undecoded(inner, datasets) for name, inner in feature.items()}
     return feature

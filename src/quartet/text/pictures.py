@@ -20,15 +20,15 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import transformers
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -46,6 +46,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Those that Pillow reads by itself: of others some run programs."""
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """Of a processor; its chat template is the tokenizer's."""
+_REMEMBERED = 1 << 18
+"""Pictures that a process knows the size of."""
 
 
 class PictureError(UserError):
@@ -98,11 +100,11 @@ class Picture:
             PictureError: it cannot be decoded to the end, though perhaps in less detail, or is too large.
         """
         image = self._opened(self.read())
-        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
         width, height = image.size
         image.draft("RGB", (1, 1))  # of JPEG a rough picture, which takes all of its bytes as well
         self._load(image)
-        return (height, width) if turned else (width, height)
+        is_turned = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        return (height, width) if is_turned else (width, height)
 
     def decode(self) -> Image.Image:
         """Returns the picture as RGB, the way up that it is shown.
@@ -161,9 +163,8 @@ def to_picture(value: Any, base: Path | None = None) -> Picture:
         file = io.BytesIO()
         value.save(file, "PNG", compress_level=1)
         return Picture(file.getvalue())
-    if isinstance(value, Mapping):
-        if (given := given_source(value)) is not None:
-            return to_picture(given, base)
+    if isinstance(value, Mapping) and (given := given_source(value)) is not None:
+        return to_picture(given, base)
     if isinstance(value, str | Path) and str(value).strip():
         return _at(str(value), base)
     raise _unusable("is neither a path nor bytes", f"{value!r:.80}", "give a path, encoded bytes, or a data URL")
@@ -191,8 +192,9 @@ def _at(text: str, base: Path | None) -> Picture:
 
 def image_parts(prompt: PromptText) -> list[dict[str, Any]]:
     """Returns the parts of messages that are pictures, in order."""
-    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    return [part for content in contents if isinstance(content, list) for part in content if is_image(part)]
+    messages = [] if isinstance(prompt, str) else prompt
+    contents = [turn["content"] for turn in messages if isinstance(turn.get("content"), list)]
+    return [part for content in contents for part in content if is_image(part)]
 
 
 # The pictures of a run -----------------------------------------------------------------------------------
@@ -271,13 +273,20 @@ class PlacedPicture:
     Args:
         shown: the text for it, with one mark.
         written: that text as it is tokenised, with one mark for each run of rows.
-        runs: ids of the rows, in runs without text between.
+        runs: rows of features, in runs without text between.
+        size: width and height in pixels.
     """
 
     key: int
     shown: str
     written: str
-    runs: tuple[tuple[int, ...], ...]
+    runs: tuple[int, ...]
+    size: tuple[int, int]
+
+    def ids(self) -> Iterator[list[int]]:
+        """Yields the ids of each run."""
+        rows = iter(picture_ids(self.key, sum(self.runs)))
+        yield from (list(islice(rows, num)) for num in self.runs)
 
 
 class PictureProcessor:
@@ -298,8 +307,11 @@ class PictureProcessor:
         self.counts_beside = "batch_num_images" in images.model_input_names
         own = getattr(type(processor), "images_kwargs", {})
         self._settings = f"{type(images).__name__} {own} {images.to_json_string()}".encode()
-        self._texts: dict[tuple[int, int, bool], str] = {}
+        self._layouts: dict[tuple[int, int, bool], PlacedPicture] = {}
         self._placed: dict[int, PlacedPicture] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_layouts": {}, "_placed": {}}
 
     @classmethod
     def load(cls, model: str | Path, *, trust_remote_code: bool = False) -> PictureProcessor:
@@ -313,7 +325,7 @@ class PictureProcessor:
         if not hasattr(config, "vision_config"):
             raise text_model_error(f"{source}: {type(config).__name__}")
         files = {name: file.read_bytes() for name in _FILES if (file := Path(source, name)).is_file()}
-        if not files:
+        if not files.keys() & set(_FILES[:2]):
             raise UserError(
                 "the model has no processor for pictures",
                 found=f"{source} has none of {', '.join(_FILES[:2])}",
@@ -344,51 +356,51 @@ class PictureProcessor:
         """
         key = self.key(picture)
         if key not in self._placed:
-            if len(self._placed) > 1 << 18:
+            if len(self._placed) > _REMEMBERED:
                 self._placed.clear()
-            self._placed[key] = self._place(key, picture)
+            layout = (*picture.size(), picture.num_beside > 0)
+            if layout not in self._layouts:  # which pictures of one size share
+                self._layouts[layout] = self._layout(layout[:2], picture)
+            self._placed[key] = replace(self._layouts[layout], key=key)
         return self._placed[key]
 
-    def _place(self, key: int, picture: Picture) -> PlacedPicture:
-        size = picture.size()
-        width, height = size
-        place = (*size, picture.num_beside > 0)
-        if place not in self._texts:  # which pictures of one size share
-            self._texts[place] = self._text(Image.new("RGB", size), picture)
-        text = self._texts[place]
-        runs = [len(run[0]) // len(self.mark) for run in re.finditer(f"(?:{re.escape(self.mark)})+", text)]
+    def _layout(self, size: tuple[int, int], picture: Picture) -> PlacedPicture:
+        found = self._processed(Image.new("RGB", size), picture, return_text_replacement_offsets=True)
+        text = str(found["text_replacement_offsets"][0][0]["replacement"])  # a mark per row of features
+        marks = re.compile(f"(?:{re.escape(self.mark)})+")
+        runs = tuple(len(run[0]) // len(self.mark) for run in marks.finditer(text))
         if not 0 < sum(runs) <= MAX_ROWS:
-            found = f"{picture}, {width} × {height}: {sum(runs):,} tokens; allowed 1 to {MAX_ROWS:,}"
+            found = f"{picture}, {size[0]} × {size[1]}: {sum(runs):,} tokens; allowed 1 to {MAX_ROWS:,}"
             raise _unusable("takes too many tokens", found, "make it smaller, or lower the processor's largest size")
-        ids = iter(picture_ids(key, sum(runs)))
         before, _, behind = text.partition(self.mark)
-        return PlacedPicture(
-            key,
-            before + self.mark + behind.replace(self.mark, ""),
-            re.sub(f"(?:{re.escape(self.mark)})+", lambda _: self.mark, text),
-            tuple(tuple(next(ids) for _ in range(num)) for num in runs),
-        )
+        shown = before + self.mark + behind.replace(self.mark, "")
+        return PlacedPicture(0, shown, marks.sub(lambda _: self.mark, text), runs, size)
 
-    def _text(self, image: Image.Image, picture: Picture) -> str:
-        """Returns what the processor writes for a picture of that size, a mark per row of features."""
-        found = self._processor(**self._asked(image, picture), return_text_replacement_offsets=True)
-        return str(found["text_replacement_offsets"][0][0]["replacement"])
+    def size_of(self, key: int) -> tuple[int, int]:
+        """Returns width and height of a picture that was placed lately."""
+        return self._placed[key].size
 
     def inputs(self, picture: Picture) -> dict[str, Tensor]:
         """Returns what the tower takes of a picture, a batch of one; of a picture beside others, ``batch_num_images``
         says so.
         """
-        asked = self._asked(picture.decode(), picture)
-        found = self._processor(**asked, return_tensors="pt")
+        found = self._processed(picture.decode(), picture, return_tensors="pt")
         of_text = {*self._processor.tokenizer.model_input_names, "mm_token_type_ids", "token_type_ids"}
         own = {name: value for name, value in found.items() if name not in of_text}
-        if len(asked["images"][0]) == 1:
+        if self._num(picture) == 1:
             return own
         return {name: value if name == "batch_num_images" else value[:1] for name, value in own.items()}
 
-    def _asked(self, image: Image.Image, picture: Picture) -> dict[str, Any]:
-        num = 1 + (self.counts_beside and picture.num_beside > 0)  # that there are others matters, not which
-        return {"text": [self.placeholder * num], "images": [[image] * num]}
+    def _num(self, picture: Picture) -> int:
+        return 1 + (self.counts_beside and picture.num_beside > 0)  # that there are others matters, not which
+
+    def _processed(self, image: Image.Image, picture: Picture, **options: Any) -> Any:
+        num = self._num(picture)
+        try:
+            return self._processor(text=[self.placeholder * num], images=[[image] * num], **options)
+        except Exception as error:  # what processors raise
+            found = f"{picture}, {image.width} × {image.height}: {short_error_text(error)}"
+            raise _unusable("cannot be processed", found, "remove the row, or use a model that takes it") from error
 
     def save(self, directory: Path) -> None:
         """Writes its files beside an exported model, as they were."""
@@ -399,9 +411,9 @@ class PictureProcessor:
 def text_model_error(found: str) -> UserError:
     """Makes the error for pictures that a model cannot read."""
     return UserError(
-        "the prompt has pictures, and the model reads text alone",
+        "the prompt has pictures, and the model has no processor for them",
         found=found,
-        remedy="use a vision-language model, or data without pictures",
+        remedy="use a vision-language model with preprocessor_config.json in its directory, or data without pictures",
     )
 
 
@@ -436,6 +448,22 @@ class PictureCodec:
 
     processor: PictureProcessor
     store: PictureStore | None = None
+
+    @classmethod
+    def of(
+        cls, model: str | Path, store: PictureStore | None = None, *, trust_remote_code: bool = False
+    ) -> PictureCodec | None:
+        """Returns the codec of a model's directory or hub name; None where the model reads text alone, or has no
+        processor, so that it can learn from texts.
+
+        Raises:
+            UserError: the processor cannot be used.
+        """
+        source = resolve_model_directory(model, "tokenizer")
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if not hasattr(config, "vision_config") or not any(Path(source, name).is_file() for name in _FILES[:2]):
+            return None
+        return cls(PictureProcessor.load(source, trust_remote_code=trust_remote_code), store)
 
     def placed(self, messages: Messages) -> list[PlacedPicture]:
         """Returns the pictures of a prompt, which are in the store from then on."""
@@ -475,7 +503,7 @@ class PictureCodec:
             UserError: there are not as many marks as runs of rows.
         """
         ids, mark = list(ids), self.processor.placeholder_id
-        runs = list(chain.from_iterable(picture.runs for picture in pictures))
+        runs = [run for picture in pictures for run in picture.ids()]
         self._check(ids.count(mark), len(runs), self.processor.mark)
         if not runs:
             return ids

@@ -519,7 +519,7 @@ class TextCodec:
             )
         start = self._encode_text("")
         start = start if ids[: len(start)] != start else []
-        num_rows = iter([len(picture.runs[0]) for picture in pictures])
+        num_rows = iter([picture.runs[0] for picture in pictures])
         is_mark = [token == self.pictures.processor.placeholder_id for token in ids]
         ids = self.pictures.place(ids, pictures)
         spread = [

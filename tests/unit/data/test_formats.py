@@ -132,7 +132,12 @@ def test_rows_left_out_are_counted_with_their_places() -> None:
         (demonstrations, {"messages": []}, "not a list of messages", "[]"),
         (demonstrations, {"messages": "hello"}, "not a list of messages", "'hello'"),
         (demonstrations, {"messages": [USER, {"role": "assistant"}]}, "needs `role` and `content`", "turn 2"),
-        (demonstrations, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is not text", "turn 1"),
+        (
+            demonstrations,
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+            "neither text nor",
+            "turn 1",
+        ),
         (demonstrations, {"messages": [USER, {"role": "assistant", "content": 3}]}, "both text", "turn 2"),
         (preferences, {"prompt": "p", "chosen": "c"}, "lacks `chosen` and `rejected`", "'prompt', 'chosen'"),
         (preferences, {"chosen": "c", "rejected": "r"}, "lacks `prompt` or `messages`", "'chosen', 'rejected'"),

@@ -107,9 +107,9 @@ def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     asked = []
 
-    def load_dataset(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
+    def load_dataset(*arguments: Any, **options: Any) -> Any:
         asked.append((arguments, options))
-        return [{"prompt": "a"}, {"prompt": "b"}]
+        return datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     rows = list(iter_rows(DataConfig(path="org/set", config="main", split="train[:1000]")))

@@ -210,8 +210,8 @@ def test_content_as_a_list_of_text_parts(codec_of: Any) -> None:
     prompts_alone = [{"prompt": [{**ASK, "content": given}], "completion": YES} for given in (parts, ASK["content"])]
     one, other = sft(codec, *prompts_alone).items
     assert one.input_ids == other.input_ids
-    for part in ({"type": "image", "image": "a.png"}, {"type": "text"}, "text"):
-        with pytest.raises(UserError, match="content is not text") as refused:
+    for part in ({"type": "audio", "audio": "a.wav"}, {"type": "text"}, "text"):
+        with pytest.raises(UserError, match="content is neither text nor a picture") as refused:
             sft(codec, {"messages": [{**ASK, "content": [*parts, part]}, YES]})
         assert "f.jsonl:1, turn 1" in refused.value.found
 

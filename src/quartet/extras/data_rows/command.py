@@ -69,7 +69,9 @@ def _row_lines(row: ShownRow, is_scored: bool) -> Iterator[str]:
     not.
     """
     lengths = [
-        f"{span.title} {len(span.ids)}" + f" ({sum(span.mask)} {_kind(span, is_scored)})" * any(span.mask)
+        f"{span.title} {len(span.ids)}"
+        + f" ({sum(span.mask)} {_kind(span, is_scored)})" * any(span.mask)
+        + f" (of {span.num_pictures} pictures)" * bool(span.num_pictures)
         for span in row.spans
     ]
     yield ""
@@ -101,10 +103,11 @@ def _token_lines(span: Span, run: range) -> list[str]:
         (escape_control(span.texts[n]).replace("\t", "→").replace("\n", "↵\n") or "·")
         + (f"[{span.marks[n]}]" if n in span.marks else "")
         for n in run
+        if span.is_shown(n)
     ]
-    if len(run) > _TOKENS:
+    if len(shown) > _TOKENS:
         end = _TOKENS // 4
-        shown[_TOKENS - end : -end] = [f"\n… {len(run) - _TOKENS} tokens …\n"]
+        shown[_TOKENS - end : -end] = [f"\n… {len(shown) - _TOKENS} tokens …\n"]
     return [line for line in _BOUNDARY.join(shown).split("\n") if line]
 
 

@@ -7,10 +7,12 @@ the model its config and tokenizer are read, and never its weights.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quartet.batch.pictures import is_later_row, is_picture, key_of
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe
@@ -23,6 +25,7 @@ from quartet.data.formats import NoRowsLeft, ParsedRows
 from quartet.data.readers import DataRow, iter_rows
 from quartet.models.loading import load_on_meta
 from quartet.text.loading import expand_local_path, load_generation_config, resolve_model_directory
+from quartet.text.pictures import PictureCodec
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import sampling_params
 from quartet.trainers.input_sources import (
@@ -96,6 +99,14 @@ class Span:
     texts: tuple[str, ...]
     mask: tuple[bool, ...]
     marks: dict[int, str] = field(default_factory=dict)
+
+    def is_shown(self, place: int) -> bool:
+        """Tells whether a token is shown: of a picture the first alone is."""
+        return not is_later_row(self.ids[place])
+
+    @property
+    def num_pictures(self) -> int:
+        return sum(is_picture(token) and not is_later_row(token) for token in self.ids)
 
 
 @dataclass(frozen=True)
@@ -176,7 +187,7 @@ class DataRows:
         item = data.items[0]
         if isinstance(item, PromptItem):
             ids = self.codec.encode_prompt(item.prompt)
-            return (Span("prompt", tuple(ids), tuple(self.codec.token_texts(ids)), (False,) * len(ids)),)
+            return (Span("prompt", tuple(ids), tuple(self._texts(ids)), (False,) * len(ids)),)
         batch: Any = data.select([0])  # type: ignore[attr-defined]
         masks = batch.token.get("loss_mask", batch.token.get("step_mask")).tolist()
         labels = batch.token["step_labels"].tolist() if "step_labels" in batch.token else []
@@ -186,11 +197,22 @@ class DataRows:
             ids, mask = batch.input_ids[start:stop].tolist(), masks[start:stop]
             if self.section.is_scored and title != "prompt":
                 mask = [False] * (len(ids) - 1) + [True]
-            texts = self.codec.token_texts([*context, *ids])[len(context) :]
+            texts = self._texts([*context, *ids])[len(context) :]
             marks = {n: f"{labels[start + n]:g}" for n, is_end in enumerate(mask) if labels and is_end}
             spans.append(Span(title, tuple(ids), tuple(texts), tuple(mask), marks))
             context = ids if title == "prompt" else context
         return tuple(spans)
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        """Returns what each token adds to the text; of pictures their sizes as well."""
+        texts, nums = self.codec.token_texts(ids), Counter(map(key_of, filter(is_picture, ids)))
+        copies = Counter(key_of(token) for token in ids if is_picture(token) and not is_later_row(token))
+        for n, token in enumerate(ids):
+            if self.codec.pictures is not None and is_picture(token) and not is_later_row(token):
+                key = key_of(token)
+                width, height = self.codec.pictures.processor.size_of(key)
+                texts[n] += f"[{width} × {height}, {nums[key] // copies[key]} tokens]"
+        return texts
 
     def stops(self) -> str:
         """Tells at what the answers to prompts end; '' for rows that have their answers."""
@@ -229,7 +251,8 @@ def _codec(model: ModelConfig | None) -> tuple[TextCodec, int]:
     generation = load_generation_config(path)
     if generation is None and not is_reward_model_directory(model):
         generation = empty.generation_config
-    return TextCodec.of(tokenizer, generation), context_length(empty)
+    pictures = PictureCodec.of(path, trust_remote_code=model.trust_remote_code)
+    return replace(TextCodec.of(tokenizer, generation), pictures=pictures), context_length(empty)
 
 
 def _titles(item: Any) -> Sequence[str]:
