@@ -54,7 +54,7 @@ from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Decode, DecodingRequest, StopStringMatcher, check_request
 from quartet.rollout.vllm.pictures import PictureInputs
 from quartet.rollout.vllm.start import DraftSettings, HeadPadding
-from quartet.text.pictures import PictureProcessor, PictureStore
+from quartet.text.tokenizer import TextCodec
 from quartet.weights.manifest import WeightsRefused, WeightsUnusable
 
 SAMPLING = "quartet_sampling"
@@ -265,24 +265,22 @@ class VLLMEngine:
 
     Args:
         engine_args: as ``start.make`` chooses them.
-        decode: a codec's ``decode_completion``, needed for stop strings.
+        codec: needed for stop strings, and for pictures, where it has those of the run.
         version: policy version of the weights that it loaded; None: it computes only once weights were sent.
         lora: ``rank`` and ``alpha`` of adapters, which alone are sent then.
         padding: that the model's heads have.
         drafts: what proposes tokens; None: nothing does.
-        pictures: of the model and the run; None: prompts have none.
     """
 
     def __init__(
         self,
         engine_args: Mapping[str, Any],
         *,
-        decode: Decode | None = None,
+        codec: TextCodec | None = None,
         version: int | None = 0,
         lora: Mapping[str, Any] | None = None,
         padding: HeadPadding | None = None,
         drafts: DraftSettings | None = None,
-        pictures: tuple[PictureProcessor, PictureStore] | None = None,
     ) -> None:
         config = EngineArgs(**engine_args).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -290,8 +288,9 @@ class VLLMEngine:
         self._model = config.model_config
         self._block_size = config.cache_config.block_size
         self._num_blocks = config.cache_config.num_gpu_blocks or 0
-        self._decode = decode
-        self._pictures = None if pictures is None else PictureInputs(config.model_config, *pictures)
+        self._decode: Decode | None = None if codec is None else codec.decode_completion
+        pictures = None if codec is None else codec.pictures
+        self._pictures = None if pictures is None else PictureInputs(config.model_config, pictures)
         self._lora, self._padding, self._drafts = lora, padding, drafts
         depth = 0 if drafts is None else drafts.config["num_speculative_tokens"]
         self._drafted_by_depth, self._kept_by_depth = [0] * depth, [0] * depth

@@ -24,7 +24,7 @@ from vllm.multimodal.inputs import (
 
 from quartet.batch.pictures import is_later_row, is_picture, key_of
 from quartet.config.errors import UserError
-from quartet.text.pictures import PictureProcessor, PictureStore
+from quartet.text.pictures import PictureCodec
 
 _KEPT = 16
 """Processed pictures; the answers of a group, which come one after the other, share theirs."""
@@ -34,12 +34,12 @@ class PictureInputs:
     """
     Args:
         config: of the model in vLLM.
-        processor: of the model.
-        store: the run's pictures.
+        codec: with the run's pictures.
     """
 
-    def __init__(self, config: ModelConfig, processor: PictureProcessor, store: PictureStore) -> None:
-        self._dtype, self._processor, self._store = config.dtype, processor, store
+    def __init__(self, config: ModelConfig, codec: PictureCodec) -> None:
+        assert codec.store is not None
+        self._dtype, self._processor, self._store = config.dtype, codec.processor, codec.store
         self._fields = MULTIMODAL_REGISTRY.create_processor(config)._get_mm_fields_config
         self._item = lru_cache(_KEPT)(self._read)
 

@@ -179,11 +179,8 @@ def make_vllm_engine(
         **_CHOSEN,
     }
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if pictures is not None:
-        given |= _picture_arguments(config)
     padding = _cpu_arguments(config, given)
-    given |= _further(engine_args or {})
-    trust_remote_code = bool(given.get("trust_remote_code"))
+    given |= {**_further(engine_args or {}), **({} if pictures is None else _picture_arguments(config))}
     try:
         with tempfile.TemporaryDirectory(prefix="quartet-vllm-") as made:
             if padding is not None:
@@ -195,13 +192,8 @@ def make_vllm_engine(
                 drafts = load_object(target)(section, Path(made, "drafter"))
                 given["speculative_config"] = drafts.config
             options: dict[str, Any] = {"lora": lora, "padding": padding, "drafts": drafts}
-            codec = _codec(folder, trust_remote_code)
-            if pictures is not None:
-                processor = PictureProcessor.load(folder, trust_remote_code=trust_remote_code)
-                options["pictures"] = processor, PictureStore(Path(pictures))
-                codec = None if codec is None else replace(codec, pictures=PictureCodec(processor))
-            decode = None if codec is None else codec.decode_completion
-            return VLLMEngine(given, decode=decode, version=version, **options)
+            codec = _codec(folder, pictures, bool(given.get("trust_remote_code")))
+            return VLLMEngine(given, codec=codec, version=version, **options)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise UserError(
             "vLLM cannot serve this model so",
@@ -328,7 +320,11 @@ def _cpu_arguments(config: Mapping[str, Any], given: dict[str, Any]) -> HeadPadd
     return head_padding(config, CPUAttentionBackend.get_supported_head_sizes())
 
 
-def _codec(folder: Path, trust_remote_code: bool) -> TextCodec | None:
+def _codec(folder: Path, pictures: str | None, trust_remote_code: bool) -> TextCodec | None:
     if not (folder / "tokenizer.json").is_file():
         return None
-    return TextCodec.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    codec = TextCodec.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if pictures is None:
+        return codec
+    processor = PictureProcessor.load(folder, trust_remote_code=trust_remote_code)
+    return replace(codec, pictures=PictureCodec(processor, PictureStore(Path(pictures))))
