@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tiny_vision import save_processor
 
+ALIKE = 0
 TEXT = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.15,
@@ -49,12 +50,18 @@ def configuration(kind: str, tokenizer: Any) -> Any:
 
 
 def save_vision_model(kind: str, folder: Path) -> Path:
-    """Writes a random model with its processor."""
+    """Writes a random model with its processor. The placeholder, which is sampled as any token is, is embedded as
+    ``ALIKE``, which transformers' model does not take for a picture's place.
+    """
     processors = "qwen2_vl" if kind == "qwen2_5_vl" else kind
     save_processor(processors, folder)
     torch.manual_seed(0)
     config = configuration(kind, hf.AutoTokenizer.from_pretrained(folder))
-    hf.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    model = hf.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        rows = model.get_input_embeddings().weight
+        rows[config.image_token_id] = rows[ALIKE]
+    model.save_pretrained(folder)
     if kind == "llava":  # as published ones name it
         file = folder / "model.safetensors"
         renamed = {n.replace("vision_tower.", "vision_tower.vision_model."): t for n, t in load_file(file).items()}

@@ -12,34 +12,31 @@ import pytest
 import torch
 import transformers as hf
 
-from quartet.batch.pictures import is_picture, keys_in, picture_ids
+from quartet.batch.pictures import is_later_row, is_picture, key_of, picture_ids
 from quartet.config import UserError
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Completion, EngineFailed, Request
 from quartet.text.pictures import Picture, PictureProcessor, PictureStore
 from tiny_vision import picture_bytes, save_processor
-from vision_models import save_vision_model
+from vision_models import ALIKE, save_vision_model
 
 TOLERANCE = 1e-4
-ALIKE = 0
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 
 
 class Pictured:
     """A policy in vLLM and in transformers, and the pictures of the run."""
 
-    def __init__(self, kind: str, start: Callable[..., Any], folder: Path) -> None:
+    def __init__(self, kind: str, start: Callable[..., Any], folder: Path, **kwargs: Any) -> None:
         path, self.store = save_vision_model(kind, folder), PictureStore(folder / "pictures")
         self.processor = PictureProcessor.load(path)
-        self.sides = start(path=path, pictures=str(folder / "pictures"), loads=hf.AutoModelForImageTextToText)
+        options = {"pictures": str(folder / "pictures"), "loads": hf.AutoModelForImageTextToText, **kwargs}
+        self.sides = start(path=path, **options)
         self.sides.changed = self.embed_alike
-        self.embed_alike()
-        self.sides.send()
 
     @torch.no_grad()
     def embed_alike(self) -> None:
-        """Gives the placeholder, which is sampled as any token is, the embedding of a token that transformers' model
-        does not take for a picture's place."""
+        """Again as the model was saved."""
         rows = self.sides.model.get_input_embeddings().weight
         rows[self.processor.placeholder_id] = rows[ALIKE]
 
@@ -55,8 +52,8 @@ class Pictured:
         mark = self.processor.placeholder_id
         named = [mark if is_picture(token) else ALIKE if token == mark else token for token in ids]
         marked = torch.tensor([named])
-        shown = [token for at, token in enumerate(prompt) if is_picture(token) and token in first_ids(prompt)]
-        each = [self.processor.inputs(self.store.get(keys_in([token])[0])) for token in shown]
+        shown = [token for token in prompt if is_picture(token) and not is_later_row(token)]
+        each = [self.processor.inputs(self.store.get(key_of(token))) for token in shown]
         values = {name: torch.cat([one[name] for one in each]) for name in (each[0] if each else ())}
         if "image_grid_thw" in values:
             values["mm_token_type_ids"] = (marked == mark).int()
@@ -67,17 +64,14 @@ class Pictured:
         worst = 0.0
         for completion, request in zip(completions, requests, strict=True):
             ids = [*request.prompt_ids, *completion.token_ids]
-            logits = self.sides.model(**self.inputs(ids, request.prompt_ids)).logits[
-                0, len(request.prompt_ids) - 1 : -1
-            ]
-            found = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            logits = self.sides.model(**self.inputs(ids, request.prompt_ids)).logits
+            found = (
+                logits[0, len(request.prompt_ids) - 1 : -1]
+                .log_softmax(-1)
+                .gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            )
             worst = max(worst, (found - torch.tensor(completion.logprobs)).abs().max().item())
         return worst
-
-
-def first_ids(ids: Sequence[int]) -> set[int]:
-    """Ids of the first rows of pictures."""
-    return {picture_ids(key, 1)[0] for key in keys_in(ids)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,3 +113,21 @@ def test_what_is_refused(engine_spec: Callable[..., Any], start: Callable[..., A
     save_processor("smolvlm", folder := tmp_path / "smolvlm")
     with pytest.raises((UserError, EngineFailed), match="pictures of this model are not given to vLLM"):
         EngineProcess(engine_spec(folder, pictures=str(tmp_path))).wait_ready()
+
+
+def test_adapters_of_the_language_model(start: Callable[..., Any], tmp_path: Path) -> None:
+    path = save_vision_model("qwen2_vl", tmp_path)
+    plain = hf.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    layers = {n: m for n, m in plain.named_modules() if "language_model" in n and n.endswith("_proj")}
+    factors = {
+        f"{name}.lora_{factor}.default.weight": 0.1 * torch.randn(shape)
+        for name, layer in layers.items()
+        for factor, shape in (("A", (4, layer.in_features)), ("B", (layer.out_features, 4)))
+    }
+    of = Pictured("qwen2_vl", start, tmp_path, sent=factors, lora={"rank": 4, "alpha": 6.0})
+    prompt = [40, *of.ids(1), 41, 42]
+    for name, layer in layers.items():
+        a, b = (factors[f"{name}.lora_{factor}.default.weight"] for factor in "AB")
+        of.sides.model.get_submodule(name).weight.copy_(layer.weight + 6.0 / 4 * b @ a)
+    requests = of.sides.requests(4, prompt)
+    assert of.error(of.sides.generate(requests), requests) < TOLERANCE

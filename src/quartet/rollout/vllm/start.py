@@ -179,9 +179,8 @@ def make_vllm_engine(
         **_CHOSEN,
     }
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    given |= {} if pictures is None else _picture_arguments(config)
     padding = _cpu_arguments(config, given)
-    given |= _further(engine_args or {})
+    given |= {**_further(engine_args or {}), **({} if pictures is None else _picture_arguments(config))}
     try:
         with tempfile.TemporaryDirectory(prefix="quartet-vllm-") as made:
             if padding is not None:
