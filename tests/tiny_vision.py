@@ -27,6 +27,14 @@ PARTS_ALONE = (
     "{%- if add_generation_prompt -%}ASSISTANT: {%- endif -%}"
 )
 """As LLaVA's: of content that is text it writes nothing."""
+MARKED = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' -%}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{%- elif m.content is string -%}{{ m.content + '<|im_end|>' }}"
+    "{%- else -%}{%- for c in m.content -%}{{ IMAGE if c.type == 'image' else c.text }}{%- endfor -%}"
+    "{{ '<|im_end|>' }}{%- endif -%}{{ '\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+"""Says itself which tokens are the assistant's."""
 
 
 def make_tokenizer(template: str, extra: list[str], *, bos: bool = False, **named: str) -> PreTrainedTokenizerFast:
@@ -213,9 +221,6 @@ def picture_bytes(
     file = BytesIO()
     image.save(file, form, **how)
     return file.getvalue()
-
-
-Make = Callable[..., Path]
 
 
 def save_model(kind: str, directory: Path, seed: int = 0) -> Path:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quartet.batch.pictures import is_picture
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.data.fields import SAME, SkipRow, column_paths, naming_row
@@ -287,7 +288,7 @@ class RowCollector(Generic[T]):
             return False
         self._items.append(item)
         self._lengths.extend(item.lengths)
-        self._tokens.update(*seen)
+        self._tokens.update(token for ids in seen for token in ids if not is_picture(token))
         return True
 
     def fields(self, parsed: ParsedRows[Any]) -> dict[str, Any]:

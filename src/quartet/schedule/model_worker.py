@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from quartet.batch.pictures import picture_places
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, CustomDispatch, RankLayout, dispatch
@@ -479,7 +480,7 @@ class CriticWorker(TrainWorker):
         self._seen = torch.zeros(num_ids, dtype=torch.bool)
 
     def update(self, experience: RaggedBatch, updates: Sequence[OptimizerStep]) -> list[dict[str, float]]:
-        self._seen[experience.input_ids] = True
+        self._seen[experience.input_ids[~picture_places(experience.input_ids)]] = True
         return super().update(experience, updates)
 
     def checkpoint_state(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import transformers
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -99,11 +99,11 @@ class Picture:
             PictureError: it cannot be decoded to the end, though perhaps in less detail, or is too large.
         """
         image = self._opened(self.read())
-        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
         width, height = image.size
         image.draft("RGB", (1, 1))  # of JPEG a rough picture, which takes all of its bytes as well
         self._load(image)
-        return (height, width) if turned else (width, height)
+        is_turned = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        return (height, width) if is_turned else (width, height)
 
     def decode(self) -> Image.Image:
         """Returns the picture as RGB, the way up that it is shown.

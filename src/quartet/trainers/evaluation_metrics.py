@@ -74,7 +74,8 @@ def _nan_for_nulls(rewards: Mapping[str, float | None]) -> dict[str, float]:
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes JSON lines, whole or not at all; text is not escaped, except lone surrogates."""
-    text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    # Of a picture where it is from.
+    text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_atomically(path, text.encode("utf-8", errors="backslashreplace"))
 

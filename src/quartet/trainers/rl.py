@@ -395,14 +395,14 @@ class RLTrainer:
         """Starts what computes. What only loaded models show is refused here, before anything is written."""
         await asyncio.to_thread(self.workers.start, self.roles.ptx)
         self.roles.groups = self.workers.models
-        if vision := self.workers.vision:
-            ahead = LookAhead(vision, self.roles.item, self.recipe.prompts_per_step, self.run.recorder)
-            self.roles.on_begun = ahead.begun
         await self.roles.describe()
 
     async def _train(self, watch: Stopwatch) -> TrainResult:
         beginning = await self._restore()
         self.run.start(beginning.step)
+        if vision := self.workers.vision:
+            ahead = LookAhead(vision, self.roles.item, self.recipe.prompts_per_step, self.run.recorder)
+            self.roles.on_begun = ahead.begun
         for warning in self._warnings() + ([] if beginning.step else plugin_warnings(self.roles, self.path)):
             self.progress.print(warning)
         with self.progress.stage("rl", self.recipe.steps) as bar:
