@@ -27,7 +27,7 @@ CELL = 16
 """Pixels of a cell's side."""
 MISTAKES = {"red": "green", "green": "red", "circle": "square", "square": "circle", "1": "2", "2": "1"}
 MISTAKE_RATE = 0.65
-SIZES = {"demonstrations": 4000, "questions": 3000, "held_out": 500}
+SIZES = {"demonstrations": 8000, "questions": 4000, "held_out": 500}
 HELD_OUT_ONE_IN = 8
 """One scene in this many is held out, whatever the seed."""
 
