@@ -191,6 +191,23 @@ def _at(text: str, base: Path | None) -> Picture:
     return Picture(str((base or Path()).joinpath(Path(text).expanduser()).absolute()))
 
 
+def with_data_urls(prompt: PromptText) -> PromptText:
+    """Returns a prompt as it is sent to servers: its pictures as data URLs, in OpenAI's words."""
+
+    def sent(part: dict[str, Any]) -> dict[str, Any]:
+        if not is_image(part):
+            return part
+        data = base64.b64encode(to_picture(part).read()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image;base64,{data}"}}
+
+    if isinstance(prompt, str) or not image_parts(prompt):
+        return prompt
+    return [
+        {**turn, "content": [sent(part) for part in turn["content"]]} if isinstance(turn["content"], list) else turn
+        for turn in prompt
+    ]
+
+
 def image_parts(prompt: PromptText) -> list[dict[str, Any]]:
     """Returns the parts of messages that are pictures, in order."""
     messages = [] if isinstance(prompt, str) else prompt
