@@ -45,7 +45,7 @@ class Pictured:
         picture = Picture(picture_bytes(24 + 8 * number, 16 + 4 * number, (40 * number, 200, 90)))
         placed = self.processor.placed(picture)
         self.store.put(placed.key, picture)
-        return list(chain.from_iterable(placed.runs))
+        return list(chain.from_iterable(placed.ids()))
 
     def inputs(self, ids: Sequence[int], prompt: Sequence[int]) -> dict[str, Any]:
         """What transformers' model takes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import torch
 from transformers import BatchFeature
@@ -22,7 +22,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from quartet.batch.pictures import is_later_row, is_picture, key_of
+from quartet.batch.pictures import is_later_row, is_picture, key_of, picture_ids
 from quartet.config.errors import UserError
 from quartet.text.pictures import PictureCodec
 
@@ -61,21 +61,22 @@ class PictureInputs:
             places: of the picture's rows.
         """
         first, last = places[0], places[-1]
-        item, own = self._item(key_of(ids[first]))
-        if [ids[place] for place in places] != own:
+        key = key_of(ids[first])
+        item, num_rows = self._item(key)
+        if [ids[place] for place in places] != picture_ids(key, num_rows):
             raise UserError(
                 "a picture takes other places in the prompt than in vLLM's environment",
-                found=f"{len(places)} tokens for picture {key_of(ids[first]):012x}, {len(own)} there",
+                found=f"{len(places)} tokens for picture {key:012x}, {num_rows} there",
                 remedy="use the same version of transformers in both environments, and prompts that are not cut",
             )
         shown = torch.zeros(last - first + 1, dtype=torch.bool)
         shown[torch.tensor(places) - first] = True
         position = PlaceholderRange(first, len(shown), None if bool(shown.all()) else shown)
-        name = f"{key_of(ids[first]):012x}"
+        name = f"{key:012x}"
         return MultiModalFeatureSpec(item, "image", name, position, mm_hash=name)
 
-    def _read(self, key: int) -> tuple[MultiModalKwargsItem, list[int]]:
-        """Returns what the tower takes of a picture, and the ids of its places."""
+    def _read(self, key: int) -> tuple[MultiModalKwargsItem, int]:
+        """Returns what the tower takes of a picture, and the rows that it makes of it."""
         picture = self._store.get(key)
         found = BatchFeature(
             {
@@ -84,4 +85,4 @@ class PictureInputs:
             }
         )
         items = MultiModalKwargsItems.from_hf_inputs(found, self._fields(found, {}))["image"]
-        return items[0], list(chain.from_iterable(self._processor.placed(picture).runs))
+        return items[0], sum(self._processor.placed(picture).runs)
