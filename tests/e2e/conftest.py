@@ -309,8 +309,10 @@ def figures(run: Path) -> list[dict[str, float]]:
 
 
 def results(run: Path) -> list[dict[str, float]]:
-    """As ``figures``, without how much work they took: a resumed run does not find the canary's prompt in the cache."""
-    return [{k: v for k, v in row.items() if k != "rollout/prefill_tokens"} for row in figures(run)]
+    """As ``figures``, without how much work they took: a resumed run does not find the canary's prompt in the cache,
+    nor a process the pictures that another one looked at."""
+    work = ("rollout/prefill_tokens", "pictures/computed")
+    return [{k: v for k, v in row.items() if k not in work} for row in figures(run)]
 
 
 def weights(run: Path) -> dict[str, dict[str, torch.Tensor]]:

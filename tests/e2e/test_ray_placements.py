@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from quartet.observe.spans import read_spans
+from tiny_vision import picture_bytes, save_model
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 ROLES = ["actor", "critic", "reference", "reward", "rollout"]
@@ -194,3 +196,37 @@ def test_an_actor_in_parts_trains_while_engines_run_ahead(
     rows = metrics_of(Path("ahead"))
     assert rows[-1]["step"] == 3 and rows[-1]["policy_version"] >= 2
     assert max(row["agreement/canary_diff"] for row in rows if "agreement/canary_diff" in row) < 1e-4
+
+
+def test_a_picture_is_looked_at_once_for_all_processes(
+    ray_cluster: Any, world: Any, quartet: Callable[..., Any], same_run: Any
+) -> None:
+    """By ``vision``, in a pool of its own, or by whoever needs it first; the actor's demonstrations have some, too."""
+    (world.path / "seen").mkdir()
+    save_model("llava", world.path / "seen/model")
+    colours = [(200, 30, 60), (20, 130, 60), (10, 30, 200)]
+    rows = []
+    for n, colour in enumerate(colours):
+        (world.path / f"seen/{n}.png").write_bytes(picture_bytes(colour=colour))
+        content = [{"type": "image"}, {"type": "text", "text": "what?"}]
+        rows.append({"prompt": [{"role": "user", "content": content}], "image": f"{n}.png", "completion": "hell"})
+    (world.path / "seen/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = {
+        "job": "rl",
+        "actor": {"model": {"path": "seen/model"}, "train": {"optim": {"lr": 1e-3}}},
+        "data": {"path": "seen/rows.jsonl"},
+        "ptx": {"data": {"path": "seen/rows.jsonl"}, "coef": 0.5, "examples_per_minibatch": 2},
+        "algorithm": {"name": "ppo"},
+        "rewards": [{"type": "length", "target": 3}],
+        "rollout": {"sampling": {"max_new_tokens": 5}},
+        **{"steps": 3, "prompts_per_step": 2, "responses_per_prompt": 2},
+    }
+    pools = {"a": ["rollout"], "b": ["actor", "reference"], "c": ["critic"], "d": ["vision"]}
+    placement = {"type": "pipelined", "pools": {name: {"roles": roles} for name, roles in pools.items()}}
+    for name, options in {"serial": {}, "ray": {"placement": placement, "cluster": RAY}}.items():
+        found = quartet("rl", world.recipe(f"seen-{name}", {**content, **options, "output_dir": f"seen/{name}"}))
+        assert found.status == 0, found.err
+    same_run(Path("seen/serial"), Path("seen/ray"))
+    assert len(list(Path("seen/ray/pictures/features").rglob("*.safetensors"))) == len(colours)
+    ahead = [span for span in read_spans(Path("seen/ray/spans.jsonl")) if span.name == "look_ahead"]
+    assert len(ahead) == 6 and all(span.role == "vision" for span in ahead)

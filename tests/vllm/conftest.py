@@ -154,13 +154,14 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Si
         tied: bool = True,
         sent: dict[str, torch.Tensor] | None = None,
         heads: Callable[[Any], MedusaHeads] | None = None,
+        loads: Any = AutoModelForCausalLM,
         **kwargs: Any,
     ) -> Sides:
         if "speculation" in kwargs:
             section = kwargs.pop("speculation")
             kwargs["drafter"] = plugin_entries("drafters")[section["type"]].vllm, section
         path = path or saved_model(tmp_path_factory.mktemp("model"), tied=tied)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+        model = loads.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
         drafting = None if heads is None else heads(model)
         if drafting is not None:
             drafting.save(folder := tmp_path_factory.mktemp("heads"))

@@ -39,6 +39,7 @@ from quartet.text.examples import (
     answer_turn,
     has_loss,
 )
+from quartet.text.pictures import PictureError
 from quartet.text.tokenizer import TextCodec
 
 
@@ -363,10 +364,13 @@ def tokenise_examples(
     kept = RowCollector[T](limit, what)
     for example in check_examples(parsed, codec):
         try:
-            with parsed.skipping(), naming_row(example.place):
+            with naming_row(example.place):
                 item = tokenise(example)
         except SkipRow as reason:
             parsed.skip(str(reason), example.place)
+            continue
+        except PictureError as error:
+            parsed.skip_picture(error, example.place)
             continue
         kept.add(item, getattr(item, "parts", ()))
     return kept.fields(parsed)
@@ -454,10 +458,10 @@ class PromptData(TokenisedRows):
         kept, columns, hashes = RowCollector[PromptItem](limit, "prompt"), set[str](), array("q")
         for number, row in enumerate(check_examples(parsed, codec), start=first):
             try:
-                with parsed.skipping(), naming_row(row.place):
+                with naming_row(row.place):
                     ids = codec.encode_prompt(row.prompt)
-            except SkipRow as reason:
-                parsed.skip(str(reason), row.place)
+            except PictureError as error:
+                parsed.skip_picture(error, row.place)
                 continue
             if kept.add(PromptItem(f"{prefix}{number}", row.prompt, row.columns, row.place, len(ids)), [ids]):
                 columns.update(column_paths(row.columns))

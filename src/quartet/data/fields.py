@@ -193,9 +193,10 @@ class RowFields:
             PictureError: there is something else.
         """
         given: list[Any] = []
-        for name in filter(self.has, PICTURES):
-            value = self.parsed(name)
-            given += value if isinstance(value, list | tuple) else [value]
+        for name in PICTURES:
+            if name in self.values and self.has(name):
+                value = self.parsed(name)
+                given += value if isinstance(value, list | tuple) else [value]
         return [_picture(value, self.place, self.source) for value in given if not _is_null(value) and value != ""]
 
     def number(self, name: str) -> float | None:

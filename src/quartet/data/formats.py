@@ -25,7 +25,6 @@ names of columns.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -149,15 +148,11 @@ class ParsedRows(Generic[T]):
         known = self.places.setdefault(reason, [])
         known += [place][: _KEPT_PLACES - len(known)]
 
-    @contextlib.contextmanager
-    def skipping(self) -> Iterator[None]:
-        """Raises SkipRow in the place of errors of pictures, where the recipe leaves such rows out."""
-        try:
-            yield
-        except PictureError as error:
-            if not self.skips_pictures:
-                raise
-            raise SkipRow(error.problem) from None
+    def skip_picture(self, error: PictureError, place: str) -> None:
+        """Counts a row whose pictures cannot be used. Raises the error where the recipe leaves out no such rows."""
+        if not self.skips_pictures:
+            raise error
+        self.skip(error.problem, place)
 
     def report(self) -> list[str]:
         """Returns one line per reason, for the log."""
@@ -196,10 +191,12 @@ def parse_rows(
             num_rows += 1
             fields = RowFields(_renamed(row, reading), row.place, reading, row.source)
             try:
-                with parsed.skipping():
-                    item = _in_context(parse(fields), fields)
+                item = _in_context(parse(fields), fields)
             except SkipRow as reason:
                 parsed.skip(str(reason), row.place)
+                continue
+            except PictureError as error:
+                parsed.skip_picture(error, row.place)
                 continue
             num_kept += 1
             yield item

@@ -303,6 +303,11 @@ class ImageTower:
 
     # Features ----------------------------------------------------------------------------------------------
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether it has pictures to look at."""
+        return self._store is not None
+
     def connect(self, features: FeatureStore) -> None:
         """Gives it the pictures of a run, and what is known of their features."""
         self._store = features

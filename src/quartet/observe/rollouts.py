@@ -43,6 +43,8 @@ class RolloutRecord:
             an environment put there, and the policy only read, have ``observation_mask`` 1.
         trajectory_id: the trajectory this sequence belongs to; equal to ``sequence_id`` in single-turn runs.
         part: place of the sequence in its trajectory.
+        pictures: keys of the pictures in it, 12 hex digits each, which name files below ``pictures`` beside the
+            directory of the rollouts. A picture's first id has a piece of text, the others have none.
     """
 
     sequence_id: str
@@ -62,6 +64,7 @@ class RolloutRecord:
     columns: dict[str, list[float]] = field(default_factory=dict)
     trajectory_id: str = ""
     part: int = 0
+    pictures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens) != len(self.prompt_ids):

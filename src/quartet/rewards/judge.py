@@ -23,6 +23,7 @@ from quartet.remote.json_client import JSONClient, RemoteError
 from quartet.rewards.builtin import plain_text
 from quartet.rewards.source import Columns, GuardedReward, RewardError, RewardSource, Scores
 from quartet.text.examples import PromptText
+from quartet.text.pictures import with_data_urls
 
 
 class MissingScore(RemoteError, RewardError):
@@ -46,7 +47,7 @@ class HTTPSource(RewardSource):
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         body = {
-            "prompts": list(prompts),
+            "prompts": [with_data_urls(prompt) for prompt in prompts],
             "completions": list(completions),
             "columns": {name: list(values) for name, values in columns.items()},
         }
@@ -255,4 +256,11 @@ def format_messages(prompt: PromptText) -> str:
     """Returns the prompt as text: messages one below the other, with who said them."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n\n".join(f"{message['role']}: {_shown(message['content'])}" for message in prompt)
+
+
+def _shown(content: Any) -> str:
+    """Returns content as text, of pictures that there is one."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join("[picture]" if part["type"] == "image" else part["text"] for part in content)

@@ -56,7 +56,7 @@ from quartet.rollout.step_attention import (
     StepAttention,
     starts_sequence,
 )
-from quartet.text.pictures import PictureCodec, PictureProcessor, PictureStore
+from quartet.text.pictures import PictureStore
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.sink import TensorSink, write_weights
 
@@ -620,12 +620,10 @@ def load_engine(
     adapters = None if lora is None else LoRAConfig(**lora)
     packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
     packed.model.requires_grad_(False)
-    codec = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if packed.tower is not None and pictures is not None:
-        processor = PictureProcessor.load(path, trust_remote_code=trust_remote_code)
-        reads = PictureCodec(processor, PictureStore(Path(pictures)))
-        codec = replace(codec, pictures=reads)
-        packed.tower.connect(FeatureStore.of(reads))
+    store = None if pictures is None else PictureStore(Path(pictures))
+    codec = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code, pictures=store)
+    if packed.tower is not None and codec.pictures is not None:
+        packed.tower.connect(FeatureStore.of(codec.pictures))
     section = (
         None
         if speculation is None

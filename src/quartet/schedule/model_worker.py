@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quartet.batch.pictures import picture_places
+from quartet.batch.pictures import keys_in, picture_places
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, CustomDispatch, RankLayout, dispatch
@@ -561,6 +561,9 @@ class RolloutWriter(Checkpointed):
         def write() -> None:
             records = [record for pair in pairs for record in rollout_records(*pair, self._codec)]
             try:
+                if self._codec.pictures is not None:
+                    shown = {int(key, 16) for record in records for key in record.pictures}
+                    self._codec.pictures.store.copy_to(directory.parent / "pictures", shown)
                 write_rollout_step(directory, step, records)
             except OSError as error:
                 raise write_error(rollouts_path(directory, step), error) from error
@@ -695,6 +698,7 @@ def rollout_records(batch: RaggedBatch, columns: Mapping[str, Tensor], codec: Te
                 columns={name: _rounded(values[start:stop]) for name, values in columns.items()},
                 trajectory_id=f"{int(batch.sequence['group'][s])}.{int(batch.sequence['response'][s])}",
                 part=parts[s],
+                pictures=[f"{key:012x}" for key in keys_in(ids)],
             )
         )
     return records

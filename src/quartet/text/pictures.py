@@ -21,9 +21,9 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -47,6 +47,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Those that Pillow reads by itself: of others some run programs."""
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """Of a processor; its chat template is the tokenizer's."""
+_REMEMBERED = 1 << 18
+"""Pictures that a process knows the size of."""
 
 
 class PictureError(UserError):
@@ -189,10 +191,28 @@ def _at(text: str, base: Path | None) -> Picture:
     return Picture(str((base or Path()).joinpath(Path(text).expanduser()).absolute()))
 
 
+def with_data_urls(prompt: PromptText) -> PromptText:
+    """Returns a prompt as it is sent to servers: its pictures as data URLs, in OpenAI's words."""
+
+    def sent(part: dict[str, Any]) -> dict[str, Any]:
+        if not is_image(part):
+            return part
+        data = base64.b64encode(to_picture(part).read()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image;base64,{data}"}}
+
+    if isinstance(prompt, str) or not image_parts(prompt):
+        return prompt
+    return [
+        {**turn, "content": [sent(part) for part in turn["content"]]} if isinstance(turn["content"], list) else turn
+        for turn in prompt
+    ]
+
+
 def image_parts(prompt: PromptText) -> list[dict[str, Any]]:
     """Returns the parts of messages that are pictures, in order."""
-    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    return [part for content in contents if isinstance(content, list) for part in content if is_image(part)]
+    messages = [] if isinstance(prompt, str) else prompt
+    contents = [turn["content"] for turn in messages if isinstance(turn.get("content"), list)]
+    return [part for content in contents for part in content if is_image(part)]
 
 
 # The pictures of a run -----------------------------------------------------------------------------------
@@ -251,6 +271,12 @@ class PictureStore:
         remedy = "let all processes of a run have the same directory"
         raise UserError("a sequence has a picture that the run does not", found=str(self._path(key, 0)), remedy=remedy)
 
+    def copy_to(self, directory: Path, keys: Iterable[int]) -> None:
+        """Puts pictures into a directory as well, for readers of a run when its own store may be gone."""
+        other = PictureStore(directory)
+        for key in keys if directory != self.directory else ():
+            other.put(key, self.get(key))
+
     def _path(self, key: int, num_beside: int) -> Path:
         return self.directory / (f"{key:012x}" + "_beside" * (num_beside > 0))
 
@@ -281,15 +307,20 @@ class PlacedPicture:
     Args:
         shown: the text for it, with one mark.
         written: that text as it is tokenised, with one mark for each run of rows.
-        runs: ids of the rows, in runs without text between.
+        runs: rows of features, in runs without text between.
         size: width and height in pixels.
     """
 
     key: int
     shown: str
     written: str
-    runs: tuple[tuple[int, ...], ...]
+    runs: tuple[int, ...]
     size: tuple[int, int]
+
+    def ids(self) -> Iterator[list[int]]:
+        """Yields the ids of each run."""
+        rows = iter(picture_ids(self.key, sum(self.runs)))
+        yield from (list(islice(rows, num)) for num in self.runs)
 
 
 class PictureProcessor:
@@ -310,8 +341,11 @@ class PictureProcessor:
         self.counts_beside = "batch_num_images" in images.model_input_names
         own = getattr(type(processor), "images_kwargs", {})
         self._settings = f"{type(images).__name__} {own} {images.to_json_string()}".encode()
-        self._texts: dict[tuple[int, int, bool], str] = {}
+        self._layouts: dict[tuple[int, int, bool], PlacedPicture] = {}
         self._placed: dict[int, PlacedPicture] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_layouts": {}, "_placed": {}}
 
     @classmethod
     def load(cls, model: str | Path, *, trust_remote_code: bool = False) -> PictureProcessor:
@@ -363,40 +397,29 @@ class PictureProcessor:
         """
         key = self.key(picture)
         if key not in self._placed:
-            if len(self._placed) > 1 << 18:
+            if len(self._placed) > _REMEMBERED:
                 self._placed.clear()
-            self._placed[key] = self._place(key, picture)
+            layout = (*picture.size(), picture.num_beside > 0)
+            if layout not in self._layouts:  # which pictures of one size share
+                self._layouts[layout] = self._layout(layout[:2], picture)
+            self._placed[key] = replace(self._layouts[layout], key=key)
         return self._placed[key]
 
-    def _place(self, key: int, picture: Picture) -> PlacedPicture:
-        size = picture.size()
-        width, height = size
-        place = (*size, picture.num_beside > 0)
-        if place not in self._texts:  # which pictures of one size share
-            self._texts[place] = self._text(Image.new("RGB", size), picture)
-        text = self._texts[place]
-        runs = [len(run[0]) // len(self.mark) for run in re.finditer(f"(?:{re.escape(self.mark)})+", text)]
+    def _layout(self, size: tuple[int, int], picture: Picture) -> PlacedPicture:
+        found = self._processed(Image.new("RGB", size), picture, return_text_replacement_offsets=True)
+        text = str(found["text_replacement_offsets"][0][0]["replacement"])  # a mark per row of features
+        marks = re.compile(f"(?:{re.escape(self.mark)})+")
+        runs = tuple(len(run[0]) // len(self.mark) for run in marks.finditer(text))
         if not 0 < sum(runs) <= MAX_ROWS:
-            found = f"{picture}, {width} × {height}: {sum(runs):,} tokens; allowed 1 to {MAX_ROWS:,}"
+            found = f"{picture}, {size[0]} × {size[1]}: {sum(runs):,} tokens; allowed 1 to {MAX_ROWS:,}"
             raise _unusable("takes too many tokens", found, "make it smaller, or lower the processor's largest size")
-        ids = iter(picture_ids(key, sum(runs)))
         before, _, behind = text.partition(self.mark)
-        return PlacedPicture(
-            key,
-            before + self.mark + behind.replace(self.mark, ""),
-            re.sub(f"(?:{re.escape(self.mark)})+", lambda _: self.mark, text),
-            tuple(tuple(next(ids) for _ in range(num)) for num in runs),
-            size,
-        )
+        shown = before + self.mark + behind.replace(self.mark, "")
+        return PlacedPicture(0, shown, marks.sub(lambda _: self.mark, text), runs, size)
 
     def size_of(self, key: int) -> tuple[int, int]:
         """Returns width and height of a picture that was placed lately."""
         return self._placed[key].size
-
-    def _text(self, image: Image.Image, picture: Picture) -> str:
-        """Returns what the processor writes for a picture of that size, a mark per row of features."""
-        found = self._processed(image, picture, return_text_replacement_offsets=True)
-        return str(found["text_replacement_offsets"][0][0]["replacement"])
 
     def inputs(self, picture: Picture) -> dict[str, Tensor]:
         """Returns what the tower takes of a picture, a batch of one; of a picture beside others, ``batch_num_images``
@@ -466,11 +489,11 @@ class PictureCodec:
     """How pictures stand in a codec's texts and ids.
 
     Args:
-        store: gets every picture that is encoded.
+        store: gets every picture that is encoded; one of this process when left out.
     """
 
     processor: PictureProcessor
-    store: PictureStore
+    store: PictureStore = field(default_factory=PictureStore)
 
     @classmethod
     def of(
@@ -483,8 +506,9 @@ class PictureCodec:
             UserError: the processor cannot be used.
         """
         source = resolve_model_directory(model, "tokenizer")
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        if not hasattr(config, "vision_config") or not any(Path(source, name).is_file() for name in _FILES[:2]):
+        if not any(Path(source, name).is_file() for name in _FILES[:2]):
+            return None
+        if not hasattr(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code), "vision_config"):
             return None
         return cls(PictureProcessor.load(source, trust_remote_code=trust_remote_code), store or PictureStore())
 
@@ -525,7 +549,7 @@ class PictureCodec:
             UserError: there are not as many marks as runs of rows.
         """
         ids, mark = list(ids), self.processor.placeholder_id
-        runs = list(chain.from_iterable(picture.runs for picture in pictures))
+        runs = [run for picture in pictures for run in picture.ids()]
         self._check(ids.count(mark), len(runs), self.processor.mark)
         if not runs:
             return ids

@@ -35,7 +35,7 @@ from quartet.text.examples import (
     has_loss,
 )
 from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
-from quartet.text.pictures import PictureCodec, PlacedPicture, image_parts, text_model_error
+from quartet.text.pictures import PictureCodec, PictureStore, PlacedPicture, image_parts, text_model_error
 from quartet.text.templates import with_template
 
 __all__ = ["TextCodec", "check_vocabulary", "load_tokenizer"]
@@ -102,12 +102,17 @@ class TextCodec:
         chat_template: str | None = None,
         *,
         trust_remote_code: bool = False,
+        pictures: PictureStore | None = None,
     ) -> TextCodec:
         """Loads the codec of a model directory or hub name; ``tokenizer`` and the template's file where they are
         others.
+
+        Args:
+            pictures: of a run, where a vision-language model's are to be those.
         """
         own = load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code)
-        return cls.of(with_template(own, chat_template, {}), load_generation_config(model))
+        reads = PictureCodec.of(model, pictures, trust_remote_code=trust_remote_code)
+        return cls.of(with_template(own, chat_template, {}), load_generation_config(model), reads)
 
     def limited(self, max_tokens: int) -> TextCodec:
         """Returns the same codec, for a caller that throws away what has more than ``max_tokens``.
@@ -529,7 +534,7 @@ class TextCodec:
             )
         start = self._encode_text("")
         start = start if ids[: len(start)] != start else []
-        num_rows = iter([len(picture.runs[0]) for picture in pictures])
+        num_rows = iter([picture.runs[0] for picture in pictures])
         is_mark = [token == self.pictures.processor.placeholder_id for token in ids]
         ids = self.pictures.place(ids, pictures)
         spread = [

@@ -279,7 +279,7 @@ class EvaluationModel:
         placed = replace(frozen, device=META) if is_apart else frozen
         self.packed = placed.causal(causal, is_user_object=model is not None)
         features = feature_store(self.codec, PicturesConfig())
-        for one in (self.packed, *(role.model for role in models)):
+        for one in (self.packed, *(role.model for role in models if role.codec is None)):
             connect_pictures(one, features)
         self._config, self._engine = config, engine
         self._device = frozen.device if is_apart else self.packed.device

@@ -29,6 +29,7 @@ from quartet.config.common import ModelConfig, TrainConfig
 from quartet.config.plugins import load_object, plugin_entries
 from quartet.config.recipe import PTXConfig, RLRecipe
 from quartet.config.rewards import BaseModelReward, ModelReward
+from quartet.config.run import PicturesConfig
 from quartet.data.datasets import PromptData, PromptItem, SFTData
 from quartet.data.fields import get_column
 from quartet.data.lazy import Prefetcher
@@ -313,6 +314,8 @@ def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -
     own = ModelConfig(path=config.path, tokenizer=config.tokenizer, trust_remote_code=config.trust_remote_code)
     pictures = None if same else open_pictures(own, packed.model, None)
     foreign = None if same else TextCodec.of(tokenizer, load_generation_config(config.path), pictures)
+    if foreign is not None:
+        connect_pictures(packed, feature_store(foreign, PicturesConfig()))
     return RewardModelRole(config.name, packed, budget, foreign, config.weight)
 
 
@@ -576,8 +579,6 @@ class ModelLoader:
         found = reward_models(configs, rewards, self.codec, self.recipe.actor.train, self._frozen)
         for role in found:
             self._own(role.model)
-            if role.codec is not None:
-                connect_pictures(role.model, feature_store(role.codec, self.recipe.pictures))
         return found
 
     @cached_property
@@ -682,7 +683,8 @@ class ModelLoader:
 
     def _own(self, packed: _P) -> _P:
         """Notes that ``release`` gives ``packed`` back; it reads the run's pictures."""
-        connect_pictures(packed, self.features)
+        if packed.tower is not None and not packed.tower.is_connected:
+            connect_pictures(packed, self.features)
         self._taken.callback(packed.release)
         return packed
 

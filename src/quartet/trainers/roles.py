@@ -48,6 +48,7 @@ from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import RolloutDriver
 from quartet.schedule.rollout_worker import PromptRequest, TurnRequest, sampling_params
 from quartet.schedule.weight_sync import CanarySpec
+from quartet.text.pictures import image_parts
 from quartet.text.tokenizer import check_vocabulary
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import ForwardNeeds
@@ -147,6 +148,8 @@ class EpisodeRunner:
 
 
 CANARY_TOKENS = 4
+_LOOKED_AT = 64
+"""Prompts among which the canary looks for one with a picture."""
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
 
 
@@ -331,7 +334,10 @@ class RLRoles:
     def canary(self) -> CanarySpec:
         """Returns what engines and trainer must agree on after every weight update."""
         tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.actor.packed.precision]
-        item = self.prompts.items[0]
+        # Where there are pictures, one of them too: features that an engine has kept of an older tower would show.
+        some = self.prompts.items[:_LOOKED_AT]
+        with_pictures = (i for i in some if not isinstance(i.prompt, str) and image_parts(i.prompt))
+        item = next(with_pictures, some[0])
         room = max(1, min(CANARY_TOKENS, self.context - item.num_tokens))
         return CanarySpec(item.prompt, room, tolerance)
 

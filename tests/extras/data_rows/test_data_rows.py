@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from quartet.cli.main import add_plugins, app
 from quartet.config import UserError
 from quartet.config.load import load_recipe
+from quartet.extras.data_rows.command import lines
 from quartet.extras.data_rows.rows import DataRows, ShownRow, sections_of
 from quartet.extras.process_rewards.trainer import ProcessRewardWorker
 from quartet.trainers.devices import FrozenModels
@@ -24,6 +25,7 @@ from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.preference import PreferenceWorker
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.supervised import PassedObjects, RewardModelWorker, SFTWorker
+from tiny_vision import picture_bytes, save_processor
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -121,6 +123,34 @@ def test_pairs_scores_and_judgements(viewed: Any) -> None:
     recipe, _, shown = viewed("preference", judged, "loss.name=kto")
     assert batches(shown) == of_worker(PreferenceWorker(recipe, PassedObjects(), CPU).data, "loss_mask")
     assert [row.spans[1].title for row in shown] == ["good answer", "bad answer"]
+
+
+def test_pictures_are_shown_by_their_marks_and_sizes(tmp_path: Path) -> None:
+    directory = save_processor("gemma3", tmp_path / "vision")
+    config = json.loads((directory / "config.json").read_text())
+    text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 300}
+    (directory / "config.json").write_text(json.dumps({**config, "text_config": {"model_type": "gemma3_text", **text}}))
+    files = {name: tmp_path / f"{name}.png" for name in ("a", "b")}
+    for n, file in enumerate(files.values()):
+        file.write_bytes(picture_bytes(40 + n, 24))
+    rows = [
+        {"prompt": "what?", "images": ["a.png", "b.png", "a.png"], "completion": "yes"},
+        {"prompt": "what?", "image": "gone.png", "completion": "yes"},
+        {"prompt": "what?", "completion": "yes"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for job, where in (("sft", "model.path"), ("rl", "actor.model.path")):
+        recipe = [f"{where}={directory}", "data.bad_images=skip", f"data.path={tmp_path / 'rows.jsonl'}"]
+        found = DataRows(sections_of(load_recipe(job, None, [*recipe, "device=cpu"]))["data"], "data")
+        shown = list(lines(found, "data", 9, 1))
+        assert any(line.startswith("row 1 ") and "(of 3 pictures)" in line for line in shown)
+        text_of = "".join(line.strip() for line in shown)
+        assert text_of.count("<image_soft_token>[40 × 24, 4 tokens]") == 2
+        assert text_of.count("<image_soft_token>[41 × 24, 4 tokens]") == 1
+        assert text_of.count("<image_soft_token>[") == 3
+        assert "<image_soft_token>¦" not in text_of
+        assert any("left out" in line and "a picture is not there" in line for line in shown)
+        assert "2 used, 1 left out" in text_of
 
 
 def test_steps_and_their_labels(viewed: Any) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import base64
 import html.parser
+import io
 import json
 import re
 import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from quartet.batch.pictures import picture_ids
 from quartet.config.errors import UserError
 from quartet.extras.report.build import SCRIPTS, ReportLimits, build_report, collect_rollouts, collect_run
 from quartet.observe.files import RowAppender, truncate_after
 from quartet.observe.rollouts import RolloutRecord, read_rollout_step, rollouts_path, write_rollout_step
 from quartet.observe.spans import SpanRecorder
+from quartet.text.pictures import Picture, PictureStore
 
 ASSETS = Path(__file__).parents[3] / "src" / "quartet" / "extras" / "report" / "assets"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -436,3 +442,67 @@ def test_the_page_marks_observations_and_lays_the_sequences_side_by_side(tmp_pat
     assert not {"one", "two", "three"} & set(dom.texts["observed"])
     assert {heading.split("  ")[0] for heading in dom.texts["h5"]} >= {"Response", "The trajectory", "The group"}
     assert "sequence 2 of trajectory 1.0" in page
+
+
+# Pictures ----------------------------------------------------------------------------------
+
+
+def with_pictures(kept: RolloutRecord, keys: Sequence[int], observed: Sequence[int] = ()) -> RolloutRecord:
+    """Puts pictures of 3 rows before the prompt, and others behind the response, where an environment showed them."""
+    before, behind = ([token for key in some for token in picture_ids(key, 3)] for some in (keys, observed))
+    seen = len(behind)
+    return replace(
+        kept,
+        prompt_ids=[*before, *kept.prompt_ids],
+        prompt_tokens=[*["<image>", "", ""] * len(keys), *kept.prompt_tokens],
+        response_ids=[*kept.response_ids, *behind],
+        response_tokens=[*kept.response_tokens, *["<image>", "", ""] * len(observed)],
+        columns={name: [*values, *[float(name == "observation_mask")] * seen] for name, values in kept.columns.items()},
+        pictures=[f"{key:012x}" for key in (*keys, *observed)],
+    )
+
+
+@pytest.fixture
+def pictured(tmp_path: Path) -> Path:
+    """A run whose first picture two prompts share; the third is damaged, the fourth is gone."""
+    store = PictureStore(tmp_path / "pictures")
+    for key, size in ((1, (400, 20)), (2, (8, 8))):
+        Image.new("RGB", size, "red").save(file := io.BytesIO(), "PNG")
+        store.put(key, Picture(file.getvalue()))
+    (tmp_path / "pictures" / f"{3:012x}").write_bytes(b"\x89PNG no more")
+    one = with_pictures(record(0, 0, "ask", "one two"), [1, 2], observed=[3])
+    other = with_pictures(record(1, 0, "else", "three"), [1, 4])
+    write_rollout_step(tmp_path / "rollouts", 1, [one, with_pictures(record(0, 1, "ask", "four"), [1, 2]), other])
+    (tmp_path / "run.json").write_text('{"job": "rl", "name": "pictures"}', encoding="utf-8")
+    return tmp_path
+
+
+def test_pictures_are_embedded_once_and_their_tokens_are_one(pictured: Path) -> None:
+    data = collect_rollouts(pictured / "rollouts", ReportLimits(), [].append)
+    assert data is not None
+    first, second, third, fourth = (f"{key:012x}" for key in (1, 2, 3, 4))
+    assert data["pictures"].keys() == {first, second, third, fourth}
+    assert data["pictures"][third] is data["pictures"][fourth] is None
+    sizes = {}
+    for key in (first, second):
+        kind, _, encoded = data["pictures"][key].partition(",")
+        assert kind == "data:image/jpeg;base64"
+        sizes[key] = Image.open(io.BytesIO(base64.b64decode(encoded))).size
+    assert sizes == {first: (160, 8), second: (8, 8)}
+    sample = data["samples"]["1"][0]
+    assert sample["ids"] == [0, 1, third] and sample["tokens"] == ["one", "two", "<image>"] and sample["length"] == 3
+    assert sample["columns"]["advantages"] == [0.5, -0.5, 0] and sample["columns"]["observation_mask"] == [0, 0, 1]
+    prompt = data["prompts"][sample["prompt"]]
+    assert prompt["ids"] == [first, second, *map(ord, "ask")] and prompt["tokens"] == ["<image>", "<image>", *"ask"]
+    assert prompt["length"] == 9
+    few = collect_rollouts(pictured / "rollouts", ReportLimits(pictures=1), [].append)
+    assert few is not None and [url is None for url in few["pictures"].values()] == [False, True, True, True]
+
+
+@needs_browser
+def test_a_browser_shows_pictures_in_place_of_their_tokens(pictured: Path) -> None:
+    page = render(build_report(pictured), pictured / "profile", "step=1&sample=0")
+    dom = Dom(page)
+    assert dom.classes.count("picture") > 4 and dom.tags.count("img") > 2
+    assert f"picture {3:012x} is not here" in dom.text and "<image>" not in "".join(dom.texts["token"])
+    assert page.count("data:image/jpeg") > 2 and page.count('"data:image/jpeg') == 2 + dom.tags.count("img")

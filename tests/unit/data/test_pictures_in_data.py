@@ -217,7 +217,7 @@ BAD = [
 WHY = ["is on a server", "is not there", "cannot be decoded", "cannot be read", "not as many pictures", "be processed"]
 
 
-@pytest.mark.parametrize(("row", "why"), zip(BAD, WHY, strict=True))
+@pytest.mark.parametrize(("row", "why"), list(zip(BAD, WHY, strict=True)))
 def test_a_bad_picture_stops_the_run_with_its_row(codec: TextCodec, row: dict[str, Any], why: str) -> None:
     with pytest.raises(PictureError, match=why) as refused:
         PromptData.build(prompts(rows({"prompt": "a"}, row)), codec, LIMIT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from quartet.batch.trajectory import STEP_PREFIX, TrajectorySequence
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, ObservedState, StateError, Transcript
-from quartet.text.tokenizer import TextCodec
+from quartet.text.pictures import Picture, PictureCodec, PictureProcessor, PictureStore
+from quartet.text.tokenizer import TextCodec, load_tokenizer
+from tiny_vision import KINDS, picture_bytes, save_processor
 
 IdsOf = Callable[[TextCodec, str], tuple[int, ...]]
 END = "<|im_end|>"
@@ -163,6 +166,37 @@ def test_messages_extend_where_the_template_writes_what_was_sampled(chat: TextCo
         transcript.act(action(ids_of(chat, "1")))
         (only,) = transcript.sequences()
         assert only.state[1:] == [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "12"}]
+
+
+def picture(colour: Any) -> dict[str, Any]:
+    return {"type": "image", "image": Picture(picture_bytes(24, 24, colour))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pictures_in_later_turns(kind: str, tmp_path: Path) -> None:
+    directory = save_processor(kind, tmp_path)
+    pictures = PictureCodec(PictureProcessor.load(directory), PictureStore(tmp_path / "pictures"))
+    codec = TextCodec(load_tokenizer(directory), pictures=pictures)
+    first = {"role": "user", "content": [picture("red"), {"type": "text", "text": "what?"}]}
+    transcript = begun(codec, [first])
+    before = transcript.token_ids
+    assert before == tuple(codec.encode_prompt([first]))
+    sampled = tuple(codec.encode_continuation("he<|im_end|>"))
+    transcript.act(action(sampled))
+    seen = {"role": "user", "content": [picture("blue"), {"type": "text", "text": "ll"}, picture("red")]}
+    transcript.see(ObservedState(Observation([seen])))
+    held = transcript.token_ids
+    assert held[: len(before) + len(sampled)] == (*before, *sampled)
+    whole = codec.encode_prompt([first, {"role": "assistant", "content": "he"}, seen])
+    if pictures.processor.counts_beside:  # its first picture stays as it was when it was alone
+        assert held[len(before) :] == tuple(whole[-len(held[len(before) :]) :])
+    else:
+        assert held == tuple(whole)
+    transcript.act(action(sampled))
+    other = {**first, "content": [picture("green"), *first["content"][1:]]}
+    transcript.see(ObservedState(Observation([other, *transcript._open.state[1:]], rewrites=True)))
+    transcript.act(action(sampled))
+    assert len(transcript.sequences()) == 2
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def test_chats_and_own_templates(serve: Any) -> None:
     score(judge(asked.url, method=method), [chat], ["{prompt} {level}"], level=[3])
     assert question(asked.bodies[0]) == "r|system: Be brief.\n\nuser: Hi|{prompt} {level}|3|{unclosed"
     assert format_messages("plain") == "plain"
+    shown = [{"type": "image", "image": None}, {"type": "text", "text": " what?"}]
+    assert format_messages([{"role": "user", "content": shown}]) == "user: [picture] what?"
 
 
 def test_a_template_may_only_ask_for_what_is_there() -> None:

@@ -19,6 +19,7 @@ from quartet.config.rewards import HTTPReward, RetryConfig
 from quartet.remote.json_client import JSONClient, RemoteError
 from quartet.rewards.build import build_reward
 from quartet.rewards.judge import reward_client
+from quartet.text.pictures import Picture, to_picture
 
 FAST = RetryConfig(attempts=3, first_wait_s=0.01, longest_wait_s=0.05)
 
@@ -329,3 +330,17 @@ def test_columns_that_json_does_not_know_go_as_text(serve: Any) -> None:
     asked = serve(lengths)
     score(config(asked.url), ["a\ud800"], day=[datetime.date(2024, 1, 2)])
     assert asked.bodies[0]["columns"] == {"day": ["2024-01-02"]}
+
+
+def test_servers_get_pictures_as_data_urls(serve: Any) -> None:
+    asked = serve(lengths)
+    reward = build_reward(config(asked.url))
+    content = [{"type": "image", "image": Picture(b"any bytes")}, {"type": "text", "text": "what?"}]
+    prompts: list[Any] = [[{"role": "system", "content": "look"}, {"role": "user", "content": content}], "text"]
+    asyncio.run(reward.score(prompts, ["a", "b"], {}))
+    reward.close()
+    system, user = asked.bodies[0]["prompts"][0]
+    assert system["content"] == "look" and asked.bodies[0]["prompts"][1] == "text"
+    url = {"url": "data:image;base64,YW55IGJ5dGVz"}
+    assert user["content"] == [{"type": "image_url", "image_url": url}, {"type": "text", "text": "what?"}]
+    assert to_picture(user["content"][0]["image_url"]["url"]).read() == b"any bytes"

@@ -16,11 +16,13 @@ from quartet.config import UserError
 from quartet.config.common import DataConfig, LoRAConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.preference import PreferenceRecipe
-from quartet.config.recipe import ActorConfig, CriticConfig, RewardModelRecipe, RolloutConfig
+from quartet.config.recipe import ActorConfig, CriticConfig, EnvironmentConfig, RewardModelRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
+from quartet.envs.protocol import Item, StepResult
 from quartet.observe.rollouts import read_rollout_step
 from quartet.observe.spans import read_spans
 from quartet.observe.trackers import read_metrics
+from quartet.text.pictures import PictureStore
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.supervised import RewardModelTrainer
 from tiny_vision import picture_bytes, save_model
@@ -95,6 +97,9 @@ def test_grpo(kind: str, tmp_path: Path) -> None:
     ).read_bytes()
     records = [record for step in range(1, 5) for record in read_rollout_step(tmp_path / "run" / "rollouts", step)]
     assert {len(keys_in(record.prompt_ids)) for record in records} == {0, 1, 2}
+    kept = PictureStore(tmp_path / "run" / "pictures")
+    shown = {int(key, 16) for record in records for key in record.pictures}
+    assert {kept.get(key).source for key in shown} == {str(tmp_path / f"{n}.png") for n in range(3)}
     # What was trained is a model like the first: it can be trained on.
     again = tmp_path / "again"
     again.mkdir()
@@ -159,6 +164,32 @@ def test_sft_and_preferences(tmp_path: Path) -> None:
         losses = [row[key] for row in read_metrics(tmp_path / name / "metrics.jsonl") for key in row if "loss/" in key]
         assert losses[-1] < losses[0]
         assert trainer.worker.packed.work.pictures <= 3
+
+
+class Gallery:
+    """Shows a picture, then another one beside a question."""
+
+    async def reset(self, item: Item) -> Any:
+        return item.prompt
+
+    async def step(self, action: str) -> StepResult:
+        self.turns = getattr(self, "turns", 0) + 1
+        shown = {"type": "image", "image": picture_bytes(colour=COLOURS[self.turns], width=40)}
+        content = [shown, {"type": "text", "text": "and this?"}]
+        score = sum(map(ord, action)) % 5 / 5
+        return StepResult([{"role": "user", "content": content}], reward=score, done=self.turns == 2)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+def test_pictures_in_later_turns(kind: str, tmp_path: Path) -> None:
+    model = save_model(kind, tmp_path / "model")
+    recipe = rl(tmp_path, model, environment=EnvironmentConfig(max_turns=3), steps=2)
+    RLTrainer(recipe, environment=Gallery).train()
+    metrics = metrics_of(tmp_path)
+    assert all(row["agreement/logprob_diff_max"] < 1e-4 for row in metrics)
+    assert all(row["episode/turns_mean"] == 2 for row in metrics)
+    records = read_rollout_step(tmp_path / "run" / "rollouts", 1)
+    assert any(len(keys_in([*record.prompt_ids, *record.response_ids])) == 2 for record in records)
 
 
 def test_a_run_is_resumed_to_the_bit(tmp_path: Path) -> None:

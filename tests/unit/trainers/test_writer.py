@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from quartet.observe.rollouts import list_rollout_steps, read_rollout_step, roll
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import PromptGroup, drop_texts, group_batch, make_chunk, single_turn_trajectory
 from quartet.schedule.model_worker import RolloutWriter
+from quartet.text.pictures import Picture, PictureCodec, PictureProcessor, PictureStore
 from quartet.text.tokenizer import TextCodec
+from tiny_vision import picture_bytes, save_processor
 
 
 @pytest.fixture
@@ -100,3 +103,25 @@ def test_a_refused_file_is_told_by_its_own_step_alone(
     assert finished(writer, 1) and list_rollout_steps(run / "rollouts") == [1, 3]
     with pytest.raises(UserError, match="could not be written"):
         writer.write_rollouts(run / "rollouts", 2, [step(codec, 2, "7")], background=False)
+
+
+def test_pictures_are_named_and_have_one_piece_of_text_each(run: Path, tmp_path: Path) -> None:
+    path = save_processor("qwen2_vl", tmp_path / "model")
+    pictures = PictureCodec(PictureProcessor.load(path), PictureStore(run / "pictures"))
+    codec = replace(TextCodec.from_pretrained(path), pictures=pictures)
+    shown = Picture(picture_bytes(32, 32))
+    content = [{"type": "image", "image": shown}, {"type": "text", "text": "hello"}]
+    prompt = codec.encode_prompt([{"role": "user", "content": content}])
+    key = pictures.processor.key(shown)
+    answer = tuple(codec.encode_continuation("yes"))
+    completion = Completion("1.0", "1", answer, (-0.1,) * len(answer), (1,) * len(answer), FinishReason.STOP, None)
+    item = PromptItem("p3", "hello", {}, "here", len(prompt))
+    turn = single_turn_trajectory(prompt, completion, "yes")
+    batch = make_chunk(0, 0, [PromptGroup.of(1, item, group_batch(1, [turn]))]).data
+    batch = drop_texts(batch.with_sequence(score=torch.zeros(1).double()))
+    RolloutWriter(codec).write_rollouts(run / "rollouts", 1, [batch], background=False)
+    (record,) = read_rollout_step(run / "rollouts", 1)
+    assert record.pictures == [f"{key:012x}"] and (run / "pictures" / record.pictures[0]).is_file()
+    assert record.prompt_ids == prompt and len(record.prompt_tokens) == len(prompt)
+    assert record.prompt_text.count("<|image_pad|>") == 1 and record.prompt_tokens.count("<|image_pad|>") == 1
+    assert record.response_text == "".join(record.response_tokens) == "yes"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet.batch.pictures import is_later_row
 from quartet.config import UserError
 from quartet.config.errors import escape_control
 
@@ -104,7 +103,7 @@ def _token_lines(span: Span, run: range) -> list[str]:
         (escape_control(span.texts[n]).replace("\t", "→").replace("\n", "↵\n") or "·")
         + (f"[{span.marks[n]}]" if n in span.marks else "")
         for n in run
-        if not is_later_row(span.ids[n])
+        if span.is_shown(n)
     ]
     if len(shown) > _TOKENS:
         end = _TOKENS // 4

@@ -100,6 +100,10 @@ class Span:
     mask: tuple[bool, ...]
     marks: dict[int, str] = field(default_factory=dict)
 
+    def is_shown(self, place: int) -> bool:
+        """Tells whether a token is shown: of a picture the first alone is."""
+        return not is_later_row(self.ids[place])
+
     @property
     def num_pictures(self) -> int:
         return sum(is_picture(token) and not is_later_row(token) for token in self.ids)

@@ -7,6 +7,7 @@ What a check found is a :class:`Finding`; what to do about it is one table for t
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from quartet.batch.pictures import is_picture, key_of
 from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ExactMatchReward, MathReward, NumericReward, RegexReward
@@ -43,6 +45,7 @@ _REMEDIES = {
     "answer_lengths": "raise rollout.sampling.max_new_tokens: what is cut off cannot be right",
     "duplicates": "leave repeated rows out: they are trained on more often than others",
     "held_out": "take them out of either: the evaluation says nothing about new prompts",
+    "pictures": "use another family (docs/models.md lists those that the tests prove), or texts alone",
     "disk": "free some, lower checkpoint.keep, or choose another output_dir",
     "memory": "lower token_budget, logprob_chunk or max_running; checkpoint activations; see docs/memory.md",
     "diversity": "raise rollout.sampling.temperature; at 1, see that the engine uses each request's seed",
@@ -126,6 +129,7 @@ def quick_findings(roles: RLRoles, directory: Path) -> list[Finding]:
         check_duplicates(roles.prompts),
         check_held_out(roles),
         check_disk(roles, directory),
+        *check_pictures(roles, prompts),
     ]
 
 
@@ -225,6 +229,33 @@ def check_answer_lengths(recipe: RLRecipe, codec: TextCodec, items: Sequence[Pro
     long = sum(length > new for length in lengths) / len(texts)
     found = f"{long:.1%} of {len(texts)} answers of the data exceed max_new_tokens={new}"
     return judged(name, f"{found}, the longest has {max(lengths)}", failure=long > 0.5, warning=long > 0.05)
+
+
+# Pictures ------------------------------------------------------------------------------------------------
+
+
+def check_pictures(roles: RLRoles, prompts: Sequence[PromptText]) -> list[Finding]:
+    """Tells what pictures cost, and whether the model can take them; nothing of a model that reads text alone."""
+    name, tower, codec = "pictures", roles.actor.packed.tower, roles.codec
+    if tower is None:
+        return []
+    if codec.pictures is None:
+        return [judged(name, "the model has a tower for pictures, but no processor; prompts have none")]
+    of_prompts = [{token for token in codec.encode_prompt(prompt) if is_picture(token)} for prompt in prompts]
+    rows = Counter(key_of(token) for token in set[int]().union(*of_prompts))
+    num, config = sum(map(bool, of_prompts)), tower.base.config
+    found = f"{num} of {len(prompts)} prompts have pictures"
+    if rows:
+        widths = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+        size = 4 * widths * config.get_text_config().hidden_size * rows.total() / len(rows)
+        found += f", of {min(rows.values()):,} to {max(rows.values()):,} rows; their features take up to "
+        found += f"{size / 2**20:.3g} MiB each and "
+        found += (
+            "are computed in every pass, as the tower trains" if tower.trains else "are kept, as the tower is frozen"
+        )
+    weights = sum(parameter.numel() for parameter in tower.parameters())
+    found += f"; the tower has {weights / 1e6:,.1f} M weights" + (f"; {tower.unsupported}" if tower.unsupported else "")
+    return [judged(name, found, failure=bool(rows) and tower.unsupported is not None)]
 
 
 # Data, disk ----------------------------------------------------------------------------------------------

@@ -29,6 +29,9 @@ def generate(
     engine: Annotated[
         list[str] | None, typer.Option(help="A key of rollout.engine, e.g. type=vllm; may be given several times.")
     ] = None,
+    image: Annotated[
+        list[str] | None, typer.Option(help="A picture that every prompt shows; may be given several times.")
+    ] = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -36,6 +39,7 @@ def generate(
     from quartet.config.common import ModelConfig
     from quartet.config.engines import NativeEngineConfig
     from quartet.config.load import load_engine
+    from quartet.config.run import PicturesConfig
     from quartet.models.loading import load_causal_lm
     from quartet.rollout.protocol import SamplingParams
     from quartet.text.loading import check_vocabulary, resolve_model_directory
@@ -44,6 +48,7 @@ def generate(
     from quartet.trainers.devices import FrozenModels, resolve_device, resolve_precision
     from quartet.trainers.engines import frozen_model_engine
     from quartet.trainers.evaluation import generate as run
+    from quartet.trainers.input_sources import connect_pictures, feature_store
 
     sampling = SamplingParams(
         temperature=temperature,
@@ -60,7 +65,14 @@ def generate(
     codec = TextCodec.from_pretrained(model, chat_template=chat_template, trust_remote_code=trust_remote_code)
     packed = frozen.causal(load_causal_lm(model, trust_remote_code=trust_remote_code))
     check_vocabulary(codec.tokenizer, packed.vocab_size)
-    prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
+    shown = [{"type": "image", "image": path} for path in image or ()]
+    prompts: list[Any] = list(prompt)
+    if chat or shown:
+        prompts = [
+            [{"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text}]
+            for text in prompt
+        ]
+    connect_pictures(packed, feature_store(codec, PicturesConfig()))
     for warning in packed.warnings:
         typer.echo(escape_control(warning), err=True)
     chosen = load_engine(engine) if engine else NativeEngineConfig()
@@ -68,6 +80,6 @@ def generate(
         found = run(packed, codec, prompts, sampling, num_responses=num, seed=seed, engine=generator)
     for text, answers in zip(prompt, found, strict=True):
         for answer in answers:
-            whole = answer.text if chat else text + answer.text
+            whole = answer.text if chat or shown else text + answer.text
             # Programs that read the output get the answer as it is; a terminal must not obey it.
             typer.echo(escape_control(whole) if sys.stdout.isatty() else whole)

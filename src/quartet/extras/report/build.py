@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import io
 import json
 import math
 import re
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
+from quartet.batch.pictures import is_later_row, is_picture, key_of
 from quartet.config.errors import UserError, escape_control, read_file
 from quartet.observe.files import ENDED, FileTail, replace_atomically, run_status
 from quartet.observe.health import HealthMonitor, alarm_from_row, examine_health, measure_repetition, worker_table
@@ -29,6 +31,7 @@ from quartet.observe.metrics import find_metric
 from quartet.observe.rollouts import RolloutRecord, list_rollout_steps, policy_token_ids, read_rollout_step
 from quartet.observe.spans import BACKGROUND, Span, merge_intervals, span_from_row
 from quartet.observe.trackers import metrics_from_row
+from quartet.text.pictures import PictureStore
 
 Item = TypeVar("Item")
 
@@ -40,6 +43,7 @@ class ReportLimits:
     steps: int = 12
     tokens: int = 120_000
     tokens_per_response: int = 1_024
+    pictures: int = 400
     responses_per_group: int = 8
     groups_per_step: int = 12
     example_characters: int = 600
@@ -76,6 +80,7 @@ def collect_rollouts(
         return None
     prompts: dict[str, Any] = {}
     samples: dict[str, list[Any]] = {}
+    pictures: dict[str, str | None] = {}
     embedded = cut = 0
     recurrence = Counter(p for records in by_step.values() for p in {r.prompt_id for r in records})
     for step, records in by_step.items():
@@ -84,7 +89,11 @@ def collect_rollouts(
         for record in taken:
             prompts.setdefault(_prompt_key(record), _prompt(record, limits))
         samples[str(step)] = [_sample(record, limits) for record in taken]
-        cut += sum(len(record.response_ids) > limits.tokens_per_response for record in taken)
+        for key in (key for record in taken for key in record.pictures if key not in pictures):
+            pictures[key] = (
+                _thumbnail(directory.with_name("pictures"), key) if len(pictures) < limits.pictures else None
+            )
+        cut += sum(sample["length"] > limits.tokens_per_response for sample in samples[str(step)])
         embedded += num_trajectories(taken)
     total = sum(num_trajectories(records) for records in by_step.values())
     shown = f"{len(by_step)} of {len(steps)} steps, {embedded:,} of the {total:,} responses of these"
@@ -93,6 +102,7 @@ def collect_rollouts(
         "steps": list(by_step),
         "prompts": prompts,
         "samples": samples,
+        "pictures": pictures,
         "counts": {str(step): num_trajectories(records) for step, records in by_step.items()},
         "note": note if len(by_step) < len(steps) or embedded < total or cut else None,
     }
@@ -136,8 +146,34 @@ def _choose_groups(
     return [groups[name] for name in order if name in chosen]
 
 
+_THUMBNAIL = 160
+"""Pixels of a thumbnail's longer side."""
+
+
+def _thumbnail(directory: Path, key: str) -> str | None:
+    """Returns a small picture as a data URL; None where the run's picture is gone or cannot be read."""
+    try:
+        image = PictureStore(directory).get(int(key, 16)).decode()
+    except UserError:
+        return None
+    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    image.save(file := io.BytesIO(), "JPEG", quality=85, subsampling=0)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
+
+
+def _shown(ids: Sequence[int]) -> list[int]:
+    """Returns the places of the tokens that are shown: of a picture the first."""
+    return [i for i, token in enumerate(ids) if not is_later_row(token)]
+
+
+def _names(ids: Sequence[int], places: Sequence[int]) -> list[int | str]:
+    """Returns the ids at ``places``, a picture's as its key."""
+    return [f"{key_of(ids[i]):012x}" if is_picture(ids[i]) else ids[i] for i in places]
+
+
 def _sample(record: RolloutRecord, limits: ReportLimits) -> dict[str, Any]:
-    cut = limits.tokens_per_response
+    shown = _shown(record.response_ids)
+    places = shown[: limits.tokens_per_response]
     return {
         "id": record.sequence_id,
         "trajectory": record.trajectory_id,
@@ -149,11 +185,11 @@ def _sample(record: RolloutRecord, limits: ReportLimits) -> dict[str, Any]:
         "finish": record.finish_reason,
         "score": compact(record.score),
         "rewards": {name: compact(value) for name, value in record.rewards.items()},
-        "length": len(record.response_ids),
+        "length": len(shown),
         "repetition": compact(measure_repetition(policy_token_ids(record))[0], 3),
-        "ids": record.response_ids[:cut],
-        "tokens": record.response_tokens[:cut],
-        "columns": {name: _column(values[:cut]) for name, values in record.columns.items()},
+        "ids": _names(record.response_ids, places),
+        "tokens": [record.response_tokens[i] for i in places],
+        "columns": {name: _column([values[i] for i in places]) for name, values in record.columns.items()},
     }
 
 
@@ -165,8 +201,13 @@ def _column(values: list[float]) -> Any:
 
 def _prompt(record: RolloutRecord, limits: ReportLimits) -> dict[str, Any]:
     # the end of a long prompt is what the response answers
-    kept = record.prompt_tokens[-limits.tokens_per_response :]
-    return {"text": record.prompt_text[-4000:], "tokens": kept, "length": len(record.prompt_ids)}
+    places = _shown(record.prompt_ids)[-limits.tokens_per_response :]
+    return {
+        "text": record.prompt_text[-4000:],
+        "tokens": [record.prompt_tokens[i] for i in places],
+        "length": len(record.prompt_ids),
+        **({"ids": _names(record.prompt_ids, places)} if record.pictures else {}),
+    }
 
 
 MAX_TIMED_STEPS = 400
@@ -560,7 +601,7 @@ def render_page(data: Mapping[str, Any], *, live: bool = False) -> str:
     script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
     slots = {
         "title": html.escape(escape_control(f"{data['run'].get('name', 'run')} · Quartet")),
-        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}"
+        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:"
         + ("; connect-src 'self'" if live else ""),
         "style": style,
         "data": _inert_json(data),

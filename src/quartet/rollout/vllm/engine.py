@@ -15,7 +15,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
@@ -51,7 +52,9 @@ from quartet.rollout.protocol import (
 )
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Decode, DecodingRequest, StopStringMatcher, check_request
+from quartet.rollout.vllm.pictures import PictureInputs
 from quartet.rollout.vllm.start import DraftSettings, HeadPadding
+from quartet.text.pictures import PictureCodec
 from quartet.weights.manifest import WeightsRefused, WeightsUnusable
 
 SAMPLING = "quartet_sampling"
@@ -167,7 +170,12 @@ class WorkerExtension:
         """
         tensors = dict(source if padding is None else padding(source))
         of_heads = {n: tensors.pop(n) for n in heads if n in tensors}
-        named = _checked(tensors, dict(getattr(source, "ties", ())), shapes, self.model_config.dtype)
+        ties = dict(getattr(source, "ties", ()))
+        if self.model_config.is_multimodal_model:
+            of_files = _names_in_files(shapes)
+            tensors = {of_files(name): tensor for name, tensor in tensors.items()}
+            ties = {of_files(name): of_files(own) for name, own in ties.items()}
+        named = _checked(tensors, ties, shapes, self.model_config.dtype)
         of_heads = _checked(of_heads, {}, heads, self.model_config.dtype)
         load_weights_in_place(self.model_runner.get_model(), named, self.model_config)
         if of_heads:
@@ -192,6 +200,21 @@ def load_weights_in_place(model: Any, tensors: Mapping[str, Tensor], model_confi
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise RuntimeError(f"vLLM put no weights into {empty[0]!r} ({len(empty)} in all)")
+
+
+_WRAPPERS = {"model", "language_model", "vision_model"}
+
+
+def _names_in_files(shapes: Shapes) -> Callable[[str], str]:
+    """Returns what gives a tensor's name in files for the one that it has in transformers: of a vision-language model
+    the two differ in the modules that wrap others.
+    """
+
+    def bare(name: str) -> str:
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+    known = {bare(name): name for name in shapes}
+    return lambda name: known.get(bare(name), name)
 
 
 def _checked(
@@ -247,6 +270,7 @@ class VLLMEngine:
         lora: ``rank`` and ``alpha`` of adapters, which alone are sent then.
         padding: that the model's heads have.
         drafts: what proposes tokens; None: nothing does.
+        pictures: of the model and the run; None: prompts have none.
     """
 
     def __init__(
@@ -258,6 +282,7 @@ class VLLMEngine:
         lora: Mapping[str, Any] | None = None,
         padding: HeadPadding | None = None,
         drafts: DraftSettings | None = None,
+        pictures: PictureCodec | None = None,
     ) -> None:
         config = EngineArgs(**engine_args).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -266,6 +291,7 @@ class VLLMEngine:
         self._block_size = config.cache_config.block_size
         self._num_blocks = config.cache_config.num_gpu_blocks or 0
         self._decode = decode
+        self._pictures = None if pictures is None else PictureInputs(config.model_config, pictures)
         self._lora, self._padding, self._drafts = lora, padding, drafts
         depth = 0 if drafts is None else drafts.config["num_speculative_tokens"]
         self._drafted_by_depth, self._kept_by_depth = [0] * depth, [0] * depth
@@ -284,24 +310,29 @@ class VLLMEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_request_ids(requests, self._held)
+        given: list[tuple[Request, list[int], list[MultiModalFeatureSpec]]] = []
         for request in requests:
+            ids, pictures = list(request.prompt_ids), list[MultiModalFeatureSpec]()
+            if self._pictures is not None:
+                ids, pictures = self._pictures(ids)
+            given.append((request, ids, pictures))
             check_request(
-                request,
+                replace(request, prompt_ids=tuple(ids)),
                 context=self._model.max_model_len,
                 vocab_size=self._model.get_vocab_size(),
                 decodes=self._decode is not None,
             )
-        for request in requests:
-            self._add(request)
+        for request, ids, pictures in given:
+            self._add(request, ids, pictures)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, ids: list[int], pictures: list[MultiModalFeatureSpec]) -> None:
         limit = min(request.sampling.max_new_tokens, self._model.max_model_len - len(request.prompt_ids))
         matcher = StopStringMatcher.of(request, self._decode)
         self._held[request.request_id] = DecodingRequest(request, limit, matcher=matcher)
         wanted = EngineCoreRequest(
             request_id=request.request_id,
-            prompt_token_ids=list(request.prompt_ids),
-            mm_features=None,
+            prompt_token_ids=ids,
+            mm_features=pictures or None,
             sampling_params=_sampling(request.sampling),
             pooling_params=None,
             arrival_time=time.time(),
@@ -413,6 +444,8 @@ class VLLMEngine:
             self._load_adapter(source, self._lora)
         # Keys and values of the old weights are wrong under the new ones; requests go on from the tokens they have.
         self._core.reset_prefix_cache(reset_running_requests=True)
+        if self._pictures is not None:  # features that a tower of other weights has computed
+            self._core.reset_encoder_cache()
         self._version = self._stats.policy_version = version
 
     def _load_adapter(self, source: Iterable[tuple[str, Tensor]], lora: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from quartet.config import UserError
 from quartet.config.plugins import load_object
 from quartet.observe.memory import available_bytes
-from quartet.rollout.scheduler import Decode
+from quartet.text.pictures import PictureStore
 from quartet.text.tokenizer import TextCodec
 
 _PLAIN = ("llama",)
@@ -82,7 +82,8 @@ def head_padding(config: Mapping[str, Any], sizes: Sequence[int]) -> HeadPadding
     Raises:
         UserError: there is no way. vLLM itself would fail at the first request.
     """
-    size = config.get("head_dim") or config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
+    text = config.get("text_config", config)
+    size = text.get("head_dim") or text.get("hidden_size", 0) // text.get("num_attention_heads", 1)
     if not size or size in sizes or "kv_lora_rank" in config:
         return None
     strides = [padded // size for padded in sizes if padded % size == 0]
@@ -137,6 +138,7 @@ def make_vllm_engine(
     seed: int = 0,
     engine_args: Mapping[str, Any] | None = None,
     drafter: tuple[str, Mapping[str, Any]] | None = None,
+    pictures: str | None = None,
 ) -> Any:
     """Makes an engine over the model in ``path``.
 
@@ -150,6 +152,7 @@ def make_vllm_engine(
         sleep: it will be asked to sleep.
         engine_args: further ones of vLLM's ``EngineArgs``.
         drafter: ``DrafterType.vllm``, and the section of a recipe.
+        pictures: directory of the run's pictures; None: prompts have none.
 
     Raises:
         UserError: vLLM is missing, or has not the version; it cannot serve the model, or not so.
@@ -175,21 +178,22 @@ def make_vllm_engine(
         **_sleep_mode(sleep),
         **_CHOSEN,
     }
-    padding = _cpu_arguments(folder, given)
-    given |= _further(engine_args or {})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    padding = _cpu_arguments(config, given)
+    given |= {**_further(engine_args or {}), **({} if pictures is None else _picture_arguments(config))}
     try:
         with tempfile.TemporaryDirectory(prefix="quartet-vllm-") as made:
             if padding is not None:
                 given["model"] = str(padding.save(folder, Path(made, "model")))
             drafts = None
             if drafter is not None:
-                target, section = drafter
-                Path(made, "drafter").mkdir()
-                drafts = load_object(target)(section, Path(made, "drafter"))
+                (folder_of_drafter := Path(made, "drafter")).mkdir()
+                drafts = load_object(drafter[0])(drafter[1], folder_of_drafter)
                 given["speculative_config"] = drafts.config
             options: dict[str, Any] = {"lora": lora, "padding": padding, "drafts": drafts}
-            decode = _decode(folder, bool(given.get("trust_remote_code")))
-            return VLLMEngine(given, decode=decode, version=version, **options)
+            if (codec := _codec(folder, pictures, bool(given.get("trust_remote_code")))) is not None:
+                options |= {"decode": codec.decode_completion, "pictures": pictures and codec.pictures}
+            return VLLMEngine(given, version=version, **options)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise UserError(
             "vLLM cannot serve this model so",
@@ -225,6 +229,29 @@ _CHOSEN: dict[str, Any] = {
 """Settings that this engine rests on."""
 _REFUSED = ("model", "pipeline_parallel_size", "data_parallel_size", "speculative_config")
 """Ones that it is not made for. Several engines are what data parallelism would be; drafts are ``speculation``'s."""
+
+
+_WITH_PICTURES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Families whose towers vLLM gives what transformers' processors make."""
+
+
+def _picture_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Raises:
+        UserError: vLLM reads pictures of the model in another way than is known here.
+    """
+    if config.get("model_type") not in _WITH_PICTURES:
+        raise UserError(
+            "pictures of this model are not given to vLLM",
+            found=f"a model of type {config.get('model_type')!r}; known are {', '.join(_WITH_PICTURES)}",
+            remedy="use the native engine, or one of these models",
+        )
+    return {
+        "skip_tokenizer_init": False,  # which vLLM's own processor needs to be made
+        "limit_mm_per_prompt": {"video": 0},
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,  # done by the run's processor
+    }
 
 
 def _further(engine_args: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -276,7 +303,7 @@ def _lora_arguments(lora: Mapping[str, Any]) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
 
-def _cpu_arguments(folder: Path, given: dict[str, Any]) -> HeadPadding | None:
+def _cpu_arguments(config: Mapping[str, Any], given: dict[str, Any]) -> HeadPadding | None:
     """Adds what vLLM needs on CPUs; how heads are padded there, if they are."""
     from vllm.platforms import current_platform
 
@@ -290,11 +317,11 @@ def _cpu_arguments(folder: Path, given: dict[str, Any]) -> HeadPadding | None:
 
     # Its own choice there, 128, leaves shorter prompts of a group uncached.
     given["block_size"] = 32
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return head_padding(config, CPUAttentionBackend.get_supported_head_sizes())
 
 
-def _decode(folder: Path, trust_remote_code: bool) -> Decode | None:
+def _codec(folder: Path, pictures: str | None, trust_remote_code: bool) -> TextCodec | None:
     if not (folder / "tokenizer.json").is_file():
         return None
-    return TextCodec.from_pretrained(folder, trust_remote_code=trust_remote_code).decode_completion
+    store = None if pictures is None else PictureStore(Path(pictures))
+    return TextCodec.from_pretrained(folder, trust_remote_code=trust_remote_code, pictures=store)

@@ -44,6 +44,7 @@ class AnswerColumns {
   constructor(runs, members) {
     this.runs = runs;
     this.members = members.filter(({ stage }) => stage.rollouts);
+    for (const { stage } of this.members) keepPictures(stage.rollouts.pictures);
     this.box = el('div');
     this.quantity = 'advantage';
     const steps = [...new Set(this.members.flatMap(({ stage }) => stage.rollouts.steps))].sort((a, b) => a - b).map(String);
@@ -75,7 +76,7 @@ class AnswerColumns {
     const scale = colourScale(QUANTITIES[this.quantity], found.flatMap(({ samples }) => samples));
     const prompt = this.members.map(({ stage }) => stage.rollouts.prompts[this.prompt]).find(Boolean);
     clear(this.box, legend(QUANTITIES[this.quantity], scale, found.some(({ samples }) => samples.some(hasObservations))),
-      prompt && el('div', { class: 'tokens prompt' }, prompt.tokens.map((piece) => el('span', { class: 'token' }, visible(piece)))),
+      prompt && promptText(prompt),
       el('div', { class: 'columns', style: { '--runs': String(found.length) } }, found.map(({ member: { stage, hue }, samples }) => el('div', null,
         el('h5', null, runKey(this.runs[hue], hue), el('small', null, `step ${nearest(stage.rollouts.steps, this.step)}`)),
         samples.length ? samples.map((sample) => el('article', { class: 'sibling' }, el('header', null, scoreChip(sample.score), el('span', { class: 'dim' }, sample.finish === 'stop' ? `${number(sample.length)} tokens` : sample.finish)),

@@ -7,7 +7,7 @@ const HELD_STEPS = 40;
 
 function mergeRollouts(old, fresh) {
   const steps = [...new Set([...old.steps, ...fresh.steps])].sort((a, b) => a - b);
-  const merged = { ...old, steps, prompts: { ...old.prompts, ...fresh.prompts }, samples: { ...old.samples, ...fresh.samples }, counts: { ...old.counts, ...fresh.counts } };
+  const merged = { ...old, steps, prompts: { ...old.prompts, ...fresh.prompts }, samples: { ...old.samples, ...fresh.samples }, pictures: { ...old.pictures, ...fresh.pictures }, counts: { ...old.counts, ...fresh.counts } };
   for (const step of steps.splice(1, Math.max(0, steps.length - HELD_STEPS))) delete merged.samples[step];
   return merged;
 }

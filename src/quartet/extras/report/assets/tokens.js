@@ -13,6 +13,25 @@ function visible(piece, spaces) {
   return shown === '' ? '∅' : spaces ? shown.replaceAll(' ', '·') : shown;
 }
 
+const PICTURES = {};
+
+/** Takes in pictures by their keys; a picture that one run has lost another may have. */
+const keepPictures = (found) => { for (const [key, url] of Object.entries(found)) PICTURES[key] ??= url; };
+
+/** A picture as it is shown in place of its tokens; a box with its key where it is gone. */
+function picture(key) {
+  const name = { class: 'picture', title: `picture ${key}` };
+  return PICTURES[key] ? el('img', { ...name, src: PICTURES[key], alt: name.title }) : el('span', name, `picture ${key} is not here`);
+}
+
+/** What is shown of token `i` of a prompt or a sample: a picture has its key in place of an id. */
+const shownToken = ({ tokens, ids }, i, spaces) => (typeof ids?.[i] === 'string' ? picture(ids[i]) : visible(tokens[i], spaces));
+
+const promptText = (prompt, spaces) => el('div', { class: 'tokens prompt' }, prompt.tokens.map((_, i) => el('span', { class: 'token' }, shownToken(prompt, i, spaces))));
+
+/** The prompt's first pictures, small. */
+const smallPictures = (prompt) => (prompt.ids ?? []).filter((id) => typeof id === 'string').slice(0, 4).map(picture);
+
 function tokenTip(sample, i, quantityKey) {
   const masked = isMasked(sample)(i);
   const observed = isObserved(sample)(i);
@@ -34,8 +53,8 @@ function tokenText(sample, quantityKey, scale, { spaces = false, onhover = () =>
   const read = QUANTITIES[quantityKey].read(sample);
   const masked = isMasked(sample);
   const observed = isObserved(sample);
-  const nodes = sample.tokens.map((piece, i) => {
-    const node = el('span', { class: `token${observed(i) ? ' observed' : masked(i) ? ' masked' : ''}`, tabindex: keyboard ? (i ? '-1' : '0') : null }, visible(piece, spaces));
+  const nodes = sample.tokens.map((_, i) => {
+    const node = el('span', { class: `token${observed(i) ? ' observed' : masked(i) ? ' masked' : ''}`, tabindex: keyboard ? (i ? '-1' : '0') : null }, shownToken(sample, i, spaces));
     if (read && !masked(i)) paint(node, scale.at(read(i)));
     return node;
   });
@@ -101,6 +120,7 @@ class TokenViewer {
   /** `live`: a page that follows a run shows the newest step until another one is chosen. */
   constructor(rollouts, state, remember, live = false) {
     this.rollouts = rollouts;
+    keepPictures(rollouts.pictures);
     this.remember = remember;
     this.memory = {};
     this.steps = rollouts.steps.map(String);
@@ -144,6 +164,7 @@ class TokenViewer {
 
   /** More steps are there; what is being read or replayed stays in view. */
   added() {
+    keepPictures(this.rollouts.pictures);
     this.steps = this.rollouts.steps.map(String);
     this.available = this.recorded();
     const picker = this.stepPicker();
@@ -191,7 +212,7 @@ class TokenViewer {
     let group = null;
     const rows = this.ordered().flatMap((i) => {
       const sample = samples[i];
-      const heading = this.order === 'prompt' && sample.group !== group && el('div', { class: 'prompt-heading', dir: 'auto' }, this.rollouts.prompts[sample.prompt].text.slice(-90));
+      const heading = this.order === 'prompt' && sample.group !== group && el('div', { class: 'prompt-heading', dir: 'auto' }, smallPictures(this.rollouts.prompts[sample.prompt]), this.rollouts.prompts[sample.prompt].text.slice(-90));
       group = sample.group;
       return [heading, el('button', { class: 'row', type: 'button', role: 'option', 'aria-selected': String(i === this.chosen), onclick: () => this.choose(i) },
         el('span', { class: 'row-score' }, scoreText(sample.score)),
@@ -226,7 +247,7 @@ class TokenViewer {
     const [heading, what] = hasObservations(sample) ? ['Turns', 'underlined: what the environment answered; '] : ['Response', ''];
     clear(this.main, sampleFacts(sample),
       el('h5', null, 'Prompt', el('small', null, `${number(prompt.length)} tokens`)),
-      el('div', { class: 'tokens prompt' }, prompt.tokens.map((piece) => el('span', { class: 'token' }, visible(piece, this.spaces)))),
+      promptText(prompt, this.spaces),
       el('h5', null, heading, el('small', null, `${what}hover a token for its numbers, or use the arrow keys`)), this.replay.node, bars.node, text.node,
       parts.length > 1 && [el('h5', null, 'The trajectory', el('small', null, 'its sequences in order: the state was rewritten between them')), this.groupCards(parts, sample, true)],
       group.length > 1 && [el('h5', null, 'The group', el('small', null, 'all responses to this prompt in this step')), this.groupCards(group, sample)],
@@ -237,7 +258,7 @@ class TokenViewer {
     return el('div', { class: `siblings${isShort(group)}` }, group.map((sample) => el('article', { class: `sibling${sample === current ? ' current' : ''}` },
       el('header', null, withState ? el('b', null, `sequence ${sample.part + 1}`) : scoreChip(sample.score), el('span', { class: 'dim' }, sample.finish === 'stop' ? `${number(sample.length)} tokens` : sample.finish),
         sample !== current && el('button', { class: 'link', type: 'button', onclick: () => this.choose(this.samples().indexOf(sample)) }, 'open')),
-      withState && el('div', { class: 'state', dir: 'auto' }, visible(this.rollouts.prompts[sample.prompt].text.slice(-300), this.spaces)),
+      withState && el('div', { class: 'state', dir: 'auto' }, smallPictures(this.rollouts.prompts[sample.prompt]), visible(this.rollouts.prompts[sample.prompt].text.slice(-300), this.spaces)),
       tokenText(sample, this.quantity, this.scale, { spaces: this.spaces }).node)));
   }
 

@@ -365,7 +365,7 @@ def test_a_picture_is_the_way_up_that_it_is_shown(codecs: dict[str, TextCodec]) 
     codec = codecs["qwen2_vl"].pictures
     assert codec is not None
     grid = codec.processor.inputs(turned)["image_grid_thw"]
-    assert sum(map(len, codec.processor.placed(turned).runs)) == int(grid.prod()) // 4
+    assert sum(codec.processor.placed(turned).runs) == int(grid.prod()) // 4
 
 
 def test_the_first_picture_of_an_animation_counts() -> None:
