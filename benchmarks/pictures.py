@@ -94,12 +94,12 @@ def rows(folder: Path, num: int, side: int) -> list[dict[str, Any]]:
 def side_of(name: str) -> Iterator[list[float]]:
     """Has towers run as often as on a side, in the ``with`` block. Yields the seconds of each run."""
     features, compute, begun = ImageTower.features, ImageTower.compute, LookAhead.begun
-    inputs: dict[int, dict[str, torch.Tensor]] = {}
+    prepared: dict[int, dict[str, torch.Tensor]] = {}
     seconds: list[float] = []
 
-    def timed(self: ImageTower, given: dict[str, torch.Tensor]) -> ImageFeatures:
+    def timed(self: ImageTower, inputs: dict[str, torch.Tensor]) -> ImageFeatures:
         start = time.thread_time()
-        found = compute(self, given)
+        found = compute(self, inputs)
         seconds.append(time.thread_time() - start)
         return found
 
@@ -107,13 +107,15 @@ def side_of(name: str) -> Iterator[list[float]]:
         before, found = len(seconds), features(self, keys)
         if self._store is not None:
             # Without gradients a picture is first seen in generation, and then in passes that only check weights.
-            due = keys if torch.is_grad_enabled() else [key for key in keys if name == "unshared" and key not in inputs]
-            for key in set(keys).difference(inputs):
-                inputs[key] = self._store.inputs(key)
+            due = (
+                keys if torch.is_grad_enabled() else [key for key in keys if name == "unshared" and key not in prepared]
+            )
+            for key in set(keys).difference(prepared):
+                prepared[key] = self._store.inputs(key)
             with torch.inference_mode(False), torch.no_grad():
                 for key in (*due,) * ANSWERS:
                     if len(seconds) - before < ANSWERS * len(due):
-                        self.compute(inputs[key])
+                        self.compute(prepared[key])
         return found
 
     ImageTower.compute = timed  # type: ignore[method-assign]
