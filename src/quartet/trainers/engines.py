@@ -152,6 +152,7 @@ def _vllm_specs(config: VLLMEngineConfig, policy: EnginePolicy) -> Iterator[Engi
         "lora": None if policy.lora is None else policy.lora.model_dump(),
         "sleep": policy.sleeps,
         "seed": policy.seed,
+        "pictures": policy.pictures,
     }
     if policy.speculation is not None:
         arguments["drafter"] = plugin_entries("drafters")[policy.speculation.type].vllm, policy.speculation.model_dump()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration, PreTrainedModel
 
 from quartet import GRPO, PPO, RLRecipe, RLTrainer, SFTRecipe, SFTTrainer
 from quartet.batch.pictures import keys_in
@@ -22,7 +24,7 @@ from quartet.envs.protocol import Item, StepResult
 from quartet.observe.rollouts import read_rollout_step
 from quartet.observe.spans import read_spans
 from quartet.observe.trackers import read_metrics
-from quartet.text.pictures import PictureStore
+from quartet.text.pictures import PictureProcessor, PictureStore
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.supervised import RewardModelTrainer
 from tiny_vision import picture_bytes, save_model
@@ -230,6 +232,22 @@ def test_pictures_for_a_model_without_a_processor(tmp_path: Path) -> None:
     texts = [{"prompt": [{"role": "user", "content": "hello"}]}]
     recipe = rl(tmp_path, model, data=None, prompts_per_step=1, steps=1)
     RLTrainer(recipe, rewards=reward, prompts=texts).train()
+
+
+def test_model_and_processor_from_python(tmp_path: Path) -> None:
+    folder = save_model("llava", tmp_path / "model")
+    model, processor = LlavaForConditionalGeneration.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    picture = Image.open(BytesIO(picture_bytes()))
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "what?"}]
+    prompts = [{"prompt": [{"role": "user", "content": content}]}]
+    recipe = rl(tmp_path, folder, steps=1, prompts_per_step=1)
+    recipe = recipe.model_copy(update={"data": None, "actor": recipe.actor.model_copy(update={"model": None})})
+    RLTrainer(recipe, model=model, tokenizer=processor, rewards=reward, prompts=prompts).train()
+    assert PictureProcessor.load(tmp_path / "run" / "model").mark == "<image>"
+    recipe = recipe.model_copy(update={"output_dir": str(tmp_path / "other")})
+    with pytest.raises(UserError, match="no processor for pictures") as raised:
+        RLTrainer(recipe, model=model, tokenizer=processor.tokenizer, rewards=reward, prompts=prompts)
+    assert "pass the processor" in raised.value.remedy
 
 
 def test_rows_with_bad_pictures_are_left_out_and_counted(tmp_path: Path) -> None:
