@@ -289,7 +289,8 @@ class RowCollector(Generic[T]):
             return False
         self._items.append(item)
         self._lengths.extend(item.lengths)
-        self._tokens.update(token for ids in seen for token in ids if not is_picture(token))
+        for ids in seen:
+            self._tokens.update(ids if min(ids, default=0) >= 0 else (token for token in ids if not is_picture(token)))
         return True
 
     def fields(self, parsed: ParsedRows[Any]) -> dict[str, Any]:

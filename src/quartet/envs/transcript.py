@@ -19,7 +19,6 @@ from quartet.batch.trajectory import STEP_PREFIX, TrajectorySequence
 from quartet.config.errors import UserError
 from quartet.envs.protocol import Observation
 from quartet.text.examples import PromptText
-from quartet.text.pictures import image_parts
 from quartet.text.tokenizer import TextCodec
 
 SOURCE = "environment"
@@ -234,8 +233,10 @@ class Transcript:
             declared: the environment said that it adds to the state; a template may rewrite it all the same.
         """
         now, codec = self._open, self._codec
-        pictures, held = ([], []) if isinstance(state, str) else (codec.placed(state), image_parts(now.state))
-        if not text.startswith(now.text) or (held and image_parts(state)[: len(held)] != held):
+        held = [] if isinstance(now.state, str) else codec.placed(now.state)
+        pictures = [] if isinstance(state, str) else codec.placed(state)
+        # Other pictures; or the same, which stand otherwise beside another one (LLaVA-OneVision).
+        if not text.startswith(now.text) or pictures[: len(held)] != held:
             return None
         tail = text[len(now.text) :]
         end = self._end_text(now.last)

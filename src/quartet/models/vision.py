@@ -109,7 +109,14 @@ class FeatureStore:
 
     def inputs(self, key: int) -> dict[str, Tensor]:
         """Returns what a tower takes of the picture, a batch of one."""
-        return self.processor.inputs(self._pictures.get(key))
+        picture = self._pictures.get(key)
+        if self.processor.key(picture) != key:
+            raise UserError(
+                "a picture is not the one that the prompt was made with",
+                found=f"picture {key:012x}: {picture}",
+                remedy="keep pictures as they are while a run uses them, and one processor for all of its processes",
+            )
+        return self.processor.inputs(picture)
 
     def get(self, digest: str, key: int, compute: Callable[[dict[str, Tensor]], ImageFeatures]) -> ImageFeatures:
         """Returns the features of a picture, on the host.
@@ -198,10 +205,12 @@ class ImageTower:
         autocast: in which features are computed.
         rounded: the parameters that it rounds to bf16 before every use, whether or not they are held so.
         work: counts the pictures that it computed.
+        passes: its weights are sent anew with every update, so that features are not worth keeping.
         unsupported: why pictures cannot be used, as far as the probe found a reason; texts alone can.
     """
 
     unsupported: str | None = None
+    passes = False
 
     def __init__(self, model: PreTrainedModel, base: PreTrainedModel, placeholder_id: int) -> None:
         self.work = WorkCounter()
@@ -326,7 +335,7 @@ class ImageTower:
         if self._of_probe:
             return [self._of_probe[key] for key in keys]
         store = self._connected()
-        if self.trains:
+        if self.trains or self.passes:
             found = [self.compute(store.inputs(key)) for key in keys]
         else:
             # What is kept serves passes with gradients too.

@@ -22,7 +22,7 @@ from quartet.config.rewards import BaseRemoteReward, HTTPReward, JudgeReward, Pa
 from quartet.remote.json_client import JSONClient, RemoteError
 from quartet.rewards.builtin import plain_text
 from quartet.rewards.source import Columns, GuardedReward, RewardError, RewardSource, Scores
-from quartet.text.examples import PromptText
+from quartet.text.examples import PromptText, shown_content
 from quartet.text.pictures import with_data_urls
 
 
@@ -256,11 +256,4 @@ def format_messages(prompt: PromptText) -> str:
     """Returns the prompt as text: messages one below the other, with who said them."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{message['role']}: {_shown(message['content'])}" for message in prompt)
-
-
-def _shown(content: Any) -> str:
-    """Returns content as text, of pictures that there is one."""
-    if not isinstance(content, list):
-        return str(content)
-    return "".join("[picture]" if part["type"] == "image" else part["text"] for part in content)
+    return "\n\n".join(f"{message['role']}: {shown_content(message['content'])}" for message in prompt)

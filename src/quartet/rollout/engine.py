@@ -89,6 +89,8 @@ def copy_packed_model(packed: PackedCausalLM) -> PackedCausalLM:
     copied = copy.deepcopy(packed)
     copied.model.requires_grad_(False)
     copied.work.pictures = 0
+    if copied.tower is not None and packed.tower is not None:
+        copied.tower.passes = packed.tower.trains
     return copied
 
 

@@ -36,6 +36,13 @@ def is_image(part: Mapping[str, Any]) -> bool:
     return part.get("type") in ("image", "image_url")
 
 
+def shown_content(content: str | list[dict[str, Any]]) -> str:
+    """Returns a message's content as text; of pictures it says that there is one."""
+    if isinstance(content, str):
+        return content
+    return "".join("[picture]" if is_image(part) else part["text"] for part in content)
+
+
 def has_loss(message: Message) -> bool:
     """Tells whether a message is an assistant's turn that carries loss."""
     return message["role"] == "assistant" and bool(message.get("train", True))

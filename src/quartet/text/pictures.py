@@ -21,6 +21,8 @@ import json
 import os
 import re
 import tempfile
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -246,7 +248,9 @@ class PictureStore:
             return
         path = self._path(key, picture.num_beside)
         try:
-            if not path.is_symlink() and not path.exists():
+            if path.is_symlink() and not path.exists():
+                path.unlink()  # its file has been moved
+            if not path.exists():
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._write(path, picture)
             elif not self._is_same(path, picture):
@@ -271,10 +275,22 @@ class PictureStore:
         remedy = "let all processes of a run have the same directory"
         raise UserError("a sequence has a picture that the run does not", found=str(self._path(key, 0)), remedy=remedy)
 
+    def move_to(self, directory: Path) -> None:
+        """Keeps the pictures of this process there from now on, beside those that a run has left; who was told the
+        former directory finds them through a link, which goes with this process."""
+        if directory.absolute() == self.directory:
+            return
+        former, names = self.directory, [path.name for path in self.directory.iterdir() if not path.is_dir()]
+        self.copy_to(directory, (int(name.partition("_")[0], 16) for name in names))
+        self._own.cleanup()
+        former.symlink_to(directory.absolute())
+        weakref.finalize(self, former.unlink, missing_ok=True)
+        self.directory = directory.absolute()
+
     def copy_to(self, directory: Path, keys: Iterable[int]) -> None:
         """Puts pictures into a directory as well, for readers of a run when its own store may be gone."""
         other = PictureStore(directory)
-        for key in keys if directory != self.directory else ():
+        for key in keys if directory.resolve() != self.directory.resolve() else ():
             other.put(key, self.get(key))
 
     def _path(self, key: int, num_beside: int) -> Path:
@@ -321,6 +337,10 @@ class PlacedPicture:
         """Yields the ids of each run."""
         rows = iter(picture_ids(self.key, sum(self.runs)))
         yield from (list(islice(rows, num)) for num in self.runs)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Of threads: tokenizers, which processors have in them, may not be used by two."""
 
 
 class PictureProcessor:
@@ -402,7 +422,8 @@ class PictureProcessor:
             layout = (*picture.size(), picture.num_beside > 0)
             if layout not in self._layouts:  # which pictures of one size share
                 self._layouts[layout] = self._layout(layout[:2], picture)
-            self._placed[key] = replace(self._layouts[layout], key=key)
+            found = self._placed[key] = replace(self._layouts[layout], key=key)
+            return found
         return self._placed[key]
 
     def _layout(self, size: tuple[int, int], picture: Picture) -> PlacedPicture:
@@ -438,7 +459,8 @@ class PictureProcessor:
     def _processed(self, image: Image.Image, picture: Picture, **options: Any) -> Any:
         num = self._num(picture)
         try:
-            return self._processor(text=[self.placeholder * num], images=[[image] * num], **options)
+            with _ONE_AT_A_TIME:
+                return self._processor(text=[self.placeholder * num], images=[[image] * num], **options)
         except Exception as error:  # what processors raise
             found = f"{picture}, {image.width} × {image.height}: {short_error_text(error)}"
             raise _unusable("cannot be processed", found, "remove the row, or use a model that takes it") from error

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quartet.batch.pictures import picture_places
 from quartet.batch.ragged import ColumnSet, RaggedBatch, to_device_async
+from quartet.config import UserError
 from quartet.models.logprobs import SamplingLimits
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import Pack, pack
@@ -248,6 +249,12 @@ class PackedPass:
         if needs.step_scores:
             own = packed_batch.own_rows(batch.token[needs.mask])
         split = parallel.split(len(packed_batch.source), None if predicted is None else predicted[0])
+        if packed.tower is None and bool(picture_places(packed_batch.input_ids).any()):
+            raise UserError(
+                "a sequence has pictures, and the model reads text alone",
+                found=f"{type(packed.model).__name__}, in a run whose policy reads pictures",
+                remedy="use a vision-language model for every role that reads the prompts, or prompts of text",
+            )
         self.num_rows = split.num_own
         self._packed, self._needs, self._chunk, self._pack = packed, needs, logprob_chunk, packed_batch
         ids, positions = packed_batch.input_ids[split.span], _positions(packed, packed_batch)[..., split.span]

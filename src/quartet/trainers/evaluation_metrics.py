@@ -38,7 +38,7 @@ from quartet.observe.files import dataclass_from_row, read_objects_strictly, rep
 from quartet.observe.trackers import Row
 from quartet.rewards.judge import JudgeComparer
 from quartet.rewards.source import combine_scores
-from quartet.text.examples import PromptText
+from quartet.text.examples import PromptText, shown_content
 
 _FILE_NAME = re.compile(r"step_(\d{8})\.jsonl")
 
@@ -101,7 +101,7 @@ def read_answers(path: Path) -> list[ScoredAnswer]:
 def prompt_as_text(prompt: PromptText) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n".join(f"{message['role']}: {shown_content(message['content'])}" for message in prompt)
 
 
 def answer_rows(path: Path, num: int) -> list[Row]:

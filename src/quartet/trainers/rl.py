@@ -400,6 +400,8 @@ class RLTrainer:
     async def _train(self, watch: Stopwatch) -> TrainResult:
         beginning = await self._restore()
         self.run.start(beginning.step)
+        if (pictures := self.roles.codec.pictures) is not None and self.recipe.cluster.type == "local":
+            pictures.store.move_to(self.path / "pictures")
         if vision := self.workers.vision:
             ahead = LookAhead(vision, self.roles.item, self.recipe.prompts_per_step, self.run.recorder)
             self.roles.on_begun = ahead.begun

@@ -6,8 +6,8 @@ The rollout role's worker of a recipe: around the native engine in its process, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ import torch
 
 from quartet.batch.pictures import keys_in
 from quartet.cluster import ResourcePool, WorkerGroup, connect
-from quartet.cluster.errors import ClusterError, SmallerBudget
+from quartet.cluster.errors import SmallerBudget
 from quartet.cluster.group import DeathCount
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
@@ -69,6 +69,7 @@ from quartet.trainers.model_loader import ModelLoader, PTXData, UserObjects, pas
 from quartet.trainers.roles import RLRoles, reference_refresh_steps
 from quartet.trainers.sharded_models import TRAINED_ROLES, RoleMeshes, ShardedModels, role_shardings
 
+_log = logging.getLogger(__name__)
 AnyRolloutWorker = NativeRolloutWorker | ServedRolloutWorker
 
 
@@ -187,7 +188,7 @@ def run_placement(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
         kinds["reference"] = "reference"
     if recipe.rollout.speculation is not None and recipe.rollout.speculation.learns:
         kinds[HEADS] = HEADS
-    if recipe.actor.train.freeze_vision_tower and reads_pictures(recipe.actor.model, objects.model):
+    if recipe.actor.train.freeze_projector and reads_pictures(recipe.actor.model, objects.model):
         kinds[VISION] = VISION
     only = recipe.held_out.rewards
     for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
@@ -265,9 +266,11 @@ class LookAhead:
     async def _look(self, index: int) -> None:
         group, step = self._groups[index % len(self._groups)], index // self._step_size - 1
         span = self._recorder.span("look_ahead", step=step, role=VISION, mode=BACKGROUND)
-        # What cannot be read is an error where it is read; so is a worker that is dead.
-        with contextlib.suppress(UserError, ClusterError), span:
-            await group.call(VisionWorker.look, self._item(index).prompt)
+        try:
+            with span:
+                await group.call(VisionWorker.look, self._item(index).prompt)
+        except Exception as error:  # where the picture is needed it is one, too, and ends the run
+            _log.warning("a picture could not be looked at ahead: %s: %s", type(error).__name__, error)
 
 
 class PoolWorker(ColocatedWorker):

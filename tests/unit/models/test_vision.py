@@ -132,10 +132,11 @@ class Drawing:
     """A fake picture: what the tower takes is drawn from its number."""
 
     number: int
+    named: int | None = None
 
     @property
     def key(self) -> int:
-        return picture_key(str(self.number).encode())
+        return picture_key(str(self.number if self.named is None else self.named).encode())
 
 
 class Drawings:
@@ -152,7 +153,7 @@ class Swapped(Drawings):
     """A store with another picture of the same size in the place of each."""
 
     def get(self, key: int) -> Drawing:
-        return Drawing(self.known[key].number + 3)
+        return Drawing(self.known[key].number + 3, self.known[key].number)
 
 
 @dataclass
@@ -163,6 +164,9 @@ class Drawer:
 
     def save(self, directory: Path) -> None:
         (directory / "processor_config.json").write_text("{}")
+
+    def key(self, drawing: Drawing) -> int:
+        return drawing.key
 
     def inputs(self, drawing: Drawing) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(drawing.number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration, PreTrainedModel
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from quartet import GRPO, PPO, RLRecipe, RLTrainer, SFTRecipe, SFTTrainer
 from quartet.batch.pictures import keys_in
@@ -195,16 +203,19 @@ def test_pictures_in_later_turns(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_run_is_resumed_to_the_bit(tmp_path: Path) -> None:
-    """Features are computed again, from the pictures as they are."""
+    """Also where the features that it left are gone."""
     model = save_model("qwen3_vl", tmp_path / "model")
     for name in ("whole", "halves"):
         (tmp_path / name).mkdir()
     RLTrainer(rl(tmp_path / "whole", model), rewards=reward).train()
     RLTrainer(rl(tmp_path / "halves", model, steps=2), rewards=reward).train()
-    RLTrainer(rl(tmp_path / "halves", model), rewards=reward, resume=True).train()
-    whole, halves = (weights(tmp_path / name / "run" / "model") for name in ("whole", "halves"))
-    assert all(torch.equal(whole[name], halves[name]) for name in whole)
-    assert metrics_of(tmp_path / "halves")[2]["pictures/computed"] > 0
+    shutil.copytree(tmp_path / "halves", tmp_path / "bare")
+    shutil.rmtree(tmp_path / "bare" / "run" / "pictures" / "features")
+    for name in ("halves", "bare"):
+        RLTrainer(rl(tmp_path / name, model), rewards=reward, resume=True).train()
+    whole, halves, bare = (weights(tmp_path / name / "run" / "model") for name in ("whole", "halves", "bare"))
+    assert all(torch.equal(whole[name], halves[name]) and torch.equal(whole[name], bare[name]) for name in whole)
+    assert [metrics_of(tmp_path / name)[2]["pictures/computed"] > 0 for name in ("halves", "bare")] == [False, True]
 
 
 def test_another_picture_gives_another_answer(tmp_path: Path) -> None:
@@ -220,6 +231,31 @@ def test_another_picture_gives_another_answer(tmp_path: Path) -> None:
         RLTrainer(recipe, rewards=reward).train()
         found.append(weights(folder / "run" / "model"))
     assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_picture_that_changes_while_a_run_uses_it(tmp_path: Path) -> None:
+    recipe = rl(tmp_path, save_model("llava", tmp_path / "model"))
+
+    def overwriting(completions: list[Any]) -> list[float]:
+        for n in range(3):
+            (tmp_path / f"{n}.png").write_bytes(picture_bytes(colour=(1, 2, 3)))
+        shutil.rmtree(tmp_path / "run" / "pictures" / "features")
+        return reward(completions)
+
+    trainer = RLTrainer(recipe, rewards=overwriting)
+    trainer.roles.actor.packed.tower._store._max_bytes = 0  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="not the one that the prompt was made with"):
+        trainer.train()
+
+
+def test_a_role_that_reads_text_alone(tmp_path: Path) -> None:
+    """A critic of a text model with the policy's tokens."""
+    folder = save_model("llava", tmp_path / "model")
+    text = LlavaForConditionalGeneration.from_pretrained(folder).model.language_model.config
+    critic = LlamaForSequenceClassification(LlamaConfig(**{**text.to_dict(), "num_labels": 1}))
+    recipe = rl(tmp_path, folder, algorithm=PPO())
+    with pytest.raises(UserError, match="has pictures, and the model reads text alone"):
+        RLTrainer(recipe, rewards=reward, critic=critic).train()
 
 
 def test_pictures_for_a_model_without_a_processor(tmp_path: Path) -> None:

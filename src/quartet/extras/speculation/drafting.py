@@ -338,6 +338,11 @@ class Answers:
                 self.add(prompt, next(texts))
 
 
+def _narrow(prompt: Prompt) -> Prompt:
+    """Returns a prompt in 32 bits: places of pictures, of which none is ever drafted, by what their ids end in."""
+    return prompt if min(prompt) >= 0 else tuple(max(token, -1 - (-token & 0xFFFFFF)) for token in prompt)
+
+
 class HistoryDrafter(Speculator):
     """
     Args:
@@ -364,11 +369,12 @@ class HistoryDrafter(Speculator):
         num, draft = self._drafts.get(response, (-1, ()))
         if num != len(tokens):
             newest = (*prompt[-_LONGEST:], *tokens[-_LONGEST:])[-_LONGEST:]
-            draft = self._texts_of(prompt).after(newest, len(self.tree))
+            draft = [*takewhile(lambda token: token >= 0, self._texts_of(prompt).after(newest, len(self.tree)))]
             self._drafts[response] = len(tokens), draft
         return draft
 
     def _texts_of(self, prompt: Prompt) -> Texts:
+        prompt = _narrow(prompt)
         if prompt not in self._texts:
             texts = self._texts[prompt] = Texts(self._min_match)
             texts.add(prompt[-MAX_TOKENS // 2 :])
@@ -377,7 +383,7 @@ class HistoryDrafter(Speculator):
         return self._texts[prompt]
 
     def finished(self, response: EngineRequest) -> None:
-        prompt, tokens = response.request.prompt_ids, response.token_ids
+        prompt, tokens = _narrow(response.request.prompt_ids), response.token_ids
         self.answers.add(prompt, torch.tensor(tokens, dtype=torch.int32))
         if prompt in self._texts:
             _add(self._texts[prompt], prompt, tokens, MAX_TOKENS)
@@ -387,7 +393,7 @@ class HistoryDrafter(Speculator):
             return
         prompt = response.request.prompt_ids
         if all(other.request.prompt_ids != prompt for other in self._drafts):
-            del self._texts[prompt]
+            self._texts.pop(_narrow(prompt), None)
 
     def learned(self) -> dict[str, Tensor]:
         return self.answers.state()
