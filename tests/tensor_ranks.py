@@ -18,6 +18,7 @@ import context_ranks
 from architectures import build
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import LoRAConfig
+from quartet.config.recipe import SFTRecipe
 from quartet.models.loading import load_causal_lm, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.vision import FeatureStore
@@ -26,6 +27,7 @@ from quartet.train.forward import ForwardNeeds, forward_packed
 from quartet.train.parallel import pipeline
 from quartet.train.parallel.data import shard_model
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
+from quartet.trainers.supervised import PassedObjects, SFTWorker
 from tiny_vision import picture_bytes
 
 
@@ -184,3 +186,20 @@ def run_pictures(case: PictureCase) -> dict[str, Any]:
 
 def all_pictures(cases: list[PictureCase]) -> list[dict[str, Any]]:
     return [run_pictures(case) for case in cases]
+
+
+def picture_jobs(jobs: dict[str, tuple[dict[str, Any], dict[str, int]]]) -> dict[str, list[float]]:
+    """Losses of three SFT updates of rows with pictures and without, of jobs: keys of the recipe and of the mesh."""
+    found = {}
+    for name, (section, cut) in jobs.items():
+        recipe = SFTRecipe.model_validate({"examples_per_step": 3, "steps": 3, "seed": 1, **section})
+        mesh = Mesh.of(DataParallelGroup.of_world(), **cut) if cut else None
+        rows = []
+        for n in range(6):
+            image = [{"type": "image", "image": picture_bytes(colour=(40 * n, 30, 60))}] * (n % 3)
+            prompt = [{"role": "user", "content": [*image, {"type": "text", "text": "what?"}]}]
+            rows.append({"prompt": prompt, "completion": "hell" * (n + 1)})
+        worker = SFTWorker(recipe, PassedObjects(rows=rows), torch.device("cpu"), mesh)
+        found[name] = [worker.step(step)["loss/sft"] for step in range(3)]
+        worker.release()
+    return found

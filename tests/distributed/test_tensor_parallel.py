@@ -5,6 +5,7 @@ kinds where there are pictures.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,3 +109,16 @@ def test_pictures_over_ranks(of_pictures: list[tuple], tolerances) -> None:
             assert any(
                 name.startswith(("model.vis", "model.multi")) and g.any() for name, g in expected["gradients"].items()
             )
+
+
+def test_supervised_jobs_on_pictures(tmp_path: Path) -> None:
+    """With the tower frozen, and training in shards and over tensor ranks; a rank may have texts alone."""
+    model = {"path": str(save_model("llava", tmp_path))}
+    optim = {"lr": 1e-2, "schedule": "constant"}
+    frozen = {"model": model, "train": {"optim": optim, "token_budget": 64}}
+    trains = {"model": model, "train": {**frozen["train"], "freeze_vision_tower": False, "freeze_projector": False}}
+    cuts = {"frozen": (frozen, {"shard": 2}), "trains": (trains, {"shard": 2}), "tensor": (trains, {"tensor": 2})}
+    expected = ranks.picture_jobs({name: (section, {}) for name, (section, _) in cuts.items()})
+    assert abs(expected["frozen"][-1] - expected["trains"][-1]) > 1e-3
+    for found in rank_forks.run_ranks(2, ranks.picture_jobs, cuts):
+        assert found == {name: pytest.approx(losses, rel=1e-4) for name, losses in expected.items()}
