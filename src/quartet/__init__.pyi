@@ -86,6 +86,7 @@ from .config.load import (
 from .config.run import (
     CallbackConfig as CallbackConfig,
     LogConfig as LogConfig,
+    PicturesConfig as PicturesConfig,
 )
 from .extras.trackers.config import (
     MLflowConfig as MLflowConfig,

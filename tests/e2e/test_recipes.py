@@ -25,13 +25,15 @@ from transformers import (
 )
 
 from quartet.config.algorithms import AlgorithmConfig
-from quartet.config.common import OptimConfig, TrainConfig
+from quartet.config.common import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.load import load_recipe
 from quartet.config.plugins import recipe_classes
 from quartet.config.preference import PreferenceLossConfig
 from quartet.config.recipe import LogConfig, SFTRecipe
 from quartet.config.strict import discriminator_values, union_members
 from quartet.config.yamls import parse_yaml
+from quartet.extras.pictures import task as pictures
+from quartet.extras.pictures.model import save_model as save_pictures_model
 from quartet.extras.process_rewards.data import save_step_separator
 from quartet.extras.quickstart import task
 from quartet.extras.speculation.heads import MedusaHeads
@@ -125,6 +127,24 @@ def _taught(path: Path, tokenizer: Any, seed: int) -> Path:
     return path / "model"
 
 
+def _pictures(path: Path) -> None:
+    """The task of pictures, and a model of it that answers with one of its words."""
+    save_pictures_model(path / "pictures/model", 0)
+    for name in pictures.SIZES:
+        pictures.write_questions(path / "pictures", name, 24, 0)
+    recipe = SFTRecipe(
+        output_dir=str(path / "runs/sft-pictures"),
+        threads=1,
+        model=ModelConfig(path=str(path / "pictures/model")),
+        data=DataConfig(path=str(path / "pictures/demonstrations.jsonl")),
+        train=TrainConfig(optim=OptimConfig(lr=1e-3)),
+        steps=40,
+        examples_per_step=16,
+        log=LogConfig(tensorboard=False),
+    )
+    SFTTrainer(recipe).train()
+
+
 def _rows() -> dict[str, list[dict[str, Any]]]:
     sums = [
         (p, task.work(*task.operands(p)), task.work(*task.operands(p), "forgetful")) for p in task.toy_prompts(0, 16)
@@ -158,6 +178,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("runs/reward-model/model", "runs/process-reward/model"):
         _model(Qwen2ForSequenceClassification, tokenizer, num_labels=1).save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
+    _pictures(path)
     packed = PackedCausalLM(load_causal_lm(str(path / "runs/sft/model")))
     MedusaHeads(packed, 3).save(path / "runs/medusa/medusa")
     packed.release()
@@ -198,7 +219,8 @@ def test_a_recipe_does_what_its_head_says(
         blocks = load_file(run / "medusa" / "model.safetensors")
         assert len(blocks) == 3 and all(bool(weight.any()) for weight in blocks.values()), "they begin at 0"
     else:
-        assert _learned(place / "DIR", run / "model")
+        before = {"sft-pictures": "pictures/model", "rl-pictures": "runs/sft-pictures/model"}.get(name, "DIR")
+        assert _learned(place / before, run / "model")
     if job != "iterated-reward-model":
         assert rows[-1]["step"] == 2 and any(key.startswith("loss/") for key in rows[-1])
 

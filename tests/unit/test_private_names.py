@@ -35,6 +35,7 @@ OTHERS = {
     "_auto_class",
     "_compile_jinja_template",
     "_from_config",
+    "_get_mm_fields_config",  # vLLM: how what a tower takes is cut by pictures; its engine core is internal as well
     "_keys_to_ignore_on_save",
     "_model_mapping",
     "_weight_conversions",

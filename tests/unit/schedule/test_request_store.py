@@ -59,7 +59,7 @@ class Letters:
             raise UserError("the prompt has no tokens", found="''", remedy="give it some text")
         return self.encode_continuation(prompt)
 
-    def encode_continuation(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str, pictures: Sequence[Any] = ()) -> list[int]:
         return [ord(letter) for letter in text]
 
     def decode_completion(self, prompt_ids: Sequence[int], ids: Sequence[int], *, whole: bool = False) -> str:

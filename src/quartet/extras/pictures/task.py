@@ -1,7 +1,7 @@
 """Questions on pictures of two by two cells, each with a coloured shape or empty.
 
 There are four kinds of questions: the colour of a shape, the shape of a colour, colour or shape at a place, and how
-many have a colour. Given the kind, every answer is equally frequent, so text alone cannot tell which is right.
+many have a colour. Given the kind, answers are about equally frequent, so text alone does not tell which is right.
 
 Demonstrations are by somebody who mistakes red for green, a circle for a square and 1 for 2, and the other way round,
 in two answers of three (``MISTAKE_RATE``). A model of them is wrong there when it decodes greedily: its faults are what
