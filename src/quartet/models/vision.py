@@ -384,24 +384,16 @@ class ImageTower:
         known = inspect.signature(self.base.get_image_features).parameters
         given = {name: value.to(device) for name, value in inputs.items() if name in known}
         self.work.pictures += 1
-        with self.autocast(), self._with_plain_weights():
+        with self.autocast(), contextlib.ExitStack() as plain:
+            for module in (self.base, *self.modules()):
+                for name, parameter in module.named_parameters(recurse=False):
+                    # Tensor ranks have DTensors; an attribute goes before the parameter of its name.
+                    vars(module)[name] = _here(parameter)
+                    plain.callback(vars(module).pop, name)
             output: Any = self.base.get_image_features(**given, return_dict=True)
         deep = getattr(output, "deepstack_features", None)
         layers = None if not deep else torch.stack([_rows(layer) for layer in deep])
         return ImageFeatures(_rows(output.pooler_output), layers, self._grid_of(inputs) if self.has_axes else None)
-
-    @contextlib.contextmanager
-    def _with_plain_weights(self) -> Iterator[None]:
-        """Has the modules see plain tensors in the place of DTensors, of which tensor ranks have all."""
-        held = [(m, name, p) for m in (self.base, *self.modules()) for name, p in m.named_parameters(recurse=False)]
-        held = [(module, name, p) for module, name, p in held if hasattr(p, "to_local")]
-        for module, name, parameter in held:
-            vars(module)[name] = _here(parameter)  # goes before the parameter of that name
-        try:
-            yield
-        finally:
-            for module, name, _ in held:
-                del vars(module)[name]
 
     # Places ------------------------------------------------------------------------------------------------
 
@@ -514,7 +506,8 @@ class ImageTower:
     def _grid(self, key: int) -> Grid:
         if key not in self._grids:
             # Outside of a pass ranks may have the weights between them.
-            if not self.trains and not _is_cut(next(self.parameters())):
+            placements = getattr(next(self.parameters()), "placements", ())
+            if not self.trains and all(placement.is_replicate() for placement in placements):
                 self.features([key])
             else:
                 self._grids[key] = self._grid_of(self._connected().inputs(key))
@@ -531,15 +524,9 @@ def _rows(found: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.cat([part.flatten(0, -2) for part in found])
 
 
-def _is_cut(weight: Any) -> bool:
-    """Tells whether this rank has but a part of it, as a DTensor."""
-    return any(not placement.is_replicate() for placement in getattr(weight, "placements", ()))
-
-
-def _here(weight: Any) -> Tensor:
+def _here(weight: Any) -> Any:
     """Returns what this rank has of it."""
-    found: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return found
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _num_places(ids: Tensor, key: int) -> int:

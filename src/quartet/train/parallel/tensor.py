@@ -127,7 +127,8 @@ def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh, group: PassGrou
     elif isinstance(packed, PackedScalarModel):
         packed.plain = _here
     if packed.tower is not None:
-        packed.tower.own_rows = partial(_own_rows, group=group)
+        rank, ranks = group.rank, group.size  # the rows that _embed leaves here
+        packed.tower.own_rows = lambda num: slice(num * rank // ranks, num * (rank + 1) // ranks)
     _distribute(packed.model, mesh, cuts)
     for module in packed.body.modules():
         if next(module.parameters(recurse=False), None) is not None:
@@ -191,12 +192,6 @@ def _embed(
         module.padding_idx = padding
     sizes = near_equal(tokens.shape[1], group.size)
     return group.scatter_rows((found * owned.unsqueeze(-1))[0], sizes).unsqueeze(0)
-
-
-def _own_rows(num_rows: int, group: PassGroup) -> slice:
-    """Returns which of the embedded rows ``_embed`` leaves here."""
-    start = sum((sizes := near_equal(num_rows, group.size))[: group.rank])
-    return slice(start, start + sizes[group.rank])
 
 
 def _enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: _Rows) -> tuple[Any, dict[str, Any]]:
