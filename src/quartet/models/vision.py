@@ -506,8 +506,7 @@ class ImageTower:
     def _grid(self, key: int) -> Grid:
         if key not in self._grids:
             # Outside of a pass ranks may have the weights between them.
-            placements = getattr(next(self.parameters()), "placements", ())
-            if not self.trains and all(placement.is_replicate() for placement in placements):
+            if not self.trains and all(p.is_replicate() for p in getattr(next(self.parameters()), "placements", ())):
                 self.features([key])
             else:
                 self._grids[key] = self._grid_of(self._connected().inputs(key))

@@ -127,8 +127,7 @@ def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh, group: PassGrou
     elif isinstance(packed, PackedScalarModel):
         packed.plain = _here
     if packed.tower is not None:
-        rank, ranks = group.rank, group.size  # the rows that _embed leaves here
-        packed.tower.own_rows = lambda num: slice(num * rank // ranks, num * (rank + 1) // ranks)
+        packed.tower.own_rows = lambda n: slice(n * group.rank // group.size, n * (group.rank + 1) // group.size)
     _distribute(packed.model, mesh, cuts)
     for module in packed.body.modules():
         if next(module.parameters(recurse=False), None) is not None:
