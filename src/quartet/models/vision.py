@@ -204,6 +204,7 @@ class ImageTower:
         placeholder_id: the id that stands for one row of a picture in the model's own inputs.
         autocast: in which features are computed.
         rounded: the parameters that it rounds to bf16 before every use, whether or not they are held so.
+        own_rows: which of P embedded rows this rank has, where tensor ranks have them between them.
         work: counts the pictures that it computed.
         passes: its weights are sent anew with every update, so that features are not worth keeping.
         unsupported: why pictures cannot be used, as far as the probe found a reason; texts alone can.
@@ -218,6 +219,7 @@ class ImageTower:
         self.placeholder_id = placeholder_id
         self.autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self.rounded: Callable[[], set[nn.Parameter]] = set
+        self.own_rows: Callable[[int], slice] = slice
         self._store: FeatureStore | None = None
         self._grids: dict[int, Grid] = {}
         self._num_rows: dict[int, int] = {}
@@ -300,12 +302,12 @@ class ImageTower:
         for name, part in self._parts().items():
             # No state dict: making one would give weights back that ranks have gathered for a pass.
             weights |= {f"{name}.{k}": t for k, t in (*part.named_parameters(), *part.named_buffers())}
-        state = [(id(weight), weight._version) for weight in weights.values()]
+        state = [(id(weight), _here(weight.detach())._version) for weight in weights.values()]
         if self._digest is None or self._digest[0] != state:
             found, rounded = blake2b(digest_size=16), {id(p) for p in self.rounded()}
             for name, weight in weights.items():
                 # A copy: memory that numpy has seen cannot be given back, as that gathered for a pass is.
-                plain = weight.detach().to(torch.bfloat16 if id(weight) in rounded else weight.dtype, copy=True)
+                plain = _here(weight.detach()).to(torch.bfloat16 if id(weight) in rounded else weight.dtype, copy=True)
                 found.update(f"{name} {tuple(plain.shape)} {plain.dtype} {tensor_digest(plain)}".encode())
             self._digest = state, found.hexdigest()
         return self._digest[1]
@@ -391,7 +393,12 @@ class ImageTower:
         known = inspect.signature(self.base.get_image_features).parameters
         given = {name: value.to(device) for name, value in inputs.items() if name in known}
         self.work.pictures += 1
-        with self.autocast():
+        with self.autocast(), contextlib.ExitStack() as plain:
+            for module in (self.base, *self.modules()):
+                for name, parameter in module.named_parameters(recurse=False):
+                    # Tensor ranks have DTensors; an attribute goes before the parameter of its name.
+                    vars(module)[name] = _here(parameter)
+                    plain.callback(vars(module).pop, name)
             output: Any = self.base.get_image_features(**given, return_dict=True)
         deep = getattr(output, "deepstack_features", None)
         layers = None if not deep else torch.stack([_rows(layer) for layer in deep])
@@ -409,20 +416,15 @@ class ImageTower:
             ids that the embedding takes, and further arguments of the language model.
 
         Raises:
-            UserError: a picture has fewer rows of features than places, or is not there; tensor ranks have the
-                weights between them.
+            UserError: a picture has fewer rows of features than places, or is not there.
         """
         learns = torch.is_grad_enabled() and self.trains
         mask = picture_places(ids) if ids.device.type == "cpu" else torch.zeros(0, dtype=torch.bool)
         if not learns and not bool(mask.any()):
             yield ids, {}
             return
-        if _is_cut(next(self.parameters())):
-            raise UserError(
-                "pictures cannot be used over tensor ranks",
-                found=f"{type(self._model).__name__} with sharding.tensor",
-                remedy="set sharding.tensor to 1 for models that take pictures",
-            )
+        embedded_ids, own = ids.masked_fill(mask, 0), self.own_rows(len(ids))
+        ids, mask = ids[own], mask[own]
         embedding, extra = self._model.get_input_embeddings(), {}
         device = embedding.weight.device
         places = to_device(mask.nonzero().squeeze(1), device)
@@ -435,12 +437,12 @@ class ImageTower:
             if rows is not None:
                 found = found.index_put((places,), rows.to(embedded.dtype))
             if learns:  # of all weights in every pass, with pictures or not: ranks add up what each other has
-                found = found + 0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
+                found = found + 0 * torch.stack([_here(p).sum() for p in self.parameters() if p.requires_grad]).sum()
             return found.unsqueeze(0)
 
         hook = embedding.register_forward_hook(put)
         try:
-            yield ids.masked_fill(mask, 0), extra
+            yield embedded_ids, extra
         finally:
             hook.remove()
 
@@ -513,7 +515,7 @@ class ImageTower:
     def _grid(self, key: int) -> Grid:
         if key not in self._grids:
             # Outside of a pass ranks may have the weights between them.
-            if not self.trains and not _is_cut(next(self.parameters())):
+            if not self.trains and all(p.is_replicate() for p in getattr(next(self.parameters()), "placements", ())):
                 self.features([key])
             else:
                 self._grids[key] = self._grid_of(self._connected().inputs(key))
@@ -530,9 +532,9 @@ def _rows(found: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.cat([part.flatten(0, -2) for part in found])
 
 
-def _is_cut(weight: Tensor) -> bool:
-    """Tells whether this rank has but a part of it, as a DTensor."""
-    return hasattr(weight, "full_tensor")
+def _here(weight: Any) -> Any:
+    """Returns what this rank has of it."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _num_places(ids: Tensor, key: int) -> int:

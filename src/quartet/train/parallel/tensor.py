@@ -126,6 +126,8 @@ def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh, group: PassGrou
         cuts.update({id(p): Shard(0) for p in packed.head.parameters()})
     elif isinstance(packed, PackedScalarModel):
         packed.plain = _here
+    if packed.tower is not None:
+        packed.tower.own_rows = lambda n: slice(n * group.rank // group.size, n * (group.rank + 1) // group.size)
     _distribute(packed.model, mesh, cuts)
     for module in packed.body.modules():
         if next(module.parameters(recurse=False), None) is not None:
