@@ -396,9 +396,9 @@ class ImageTower:
         with self.autocast(), contextlib.ExitStack() as plain:
             for module in (self.base, *self.modules()):
                 for name, parameter in module.named_parameters(recurse=False):
-                    # Tensor ranks have DTensors; an attribute goes before the parameter of its name.
-                    vars(module)[name] = _here(parameter)
-                    plain.callback(vars(module).pop, name)
+                    if hasattr(parameter, "full_tensor"):  # an attribute goes before the parameter of its name
+                        vars(module)[name] = _here(parameter)
+                        plain.callback(vars(module).pop, name)
             output: Any = self.base.get_image_features(**given, return_dict=True)
         deep = getattr(output, "deepstack_features", None)
         layers = None if not deep else torch.stack([_rows(layer) for layer in deep])

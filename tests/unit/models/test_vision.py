@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -499,6 +500,18 @@ def test_places_that_do_not_match_the_features(setting: Setting, wrong: int) -> 
     with pytest.raises(UserError, match="do not match its features") as raised:
         setting.logprobs(batch)
     assert f"{len(ids)} places, {len(places)} rows" in str(raised.value.found)
+
+
+def test_two_threads_may_look_at_a_time(tmp_path: Path) -> None:
+    """As one that looks ahead and one that generates do."""
+    setting = _build("llava", tmp_path)
+    tower = setting.packed.tower
+    assert tower is not None
+    inputs = [Drawer("picture").inputs(Drawing(n)) for n in range(8)]
+    alone = [tower.compute(each).rows for each in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda each: tower.compute(each).rows, inputs * 8))
+    assert all(torch.equal(rows, alone[n % 8]) for n, rows in enumerate(found))
 
 
 def test_pictures_without_a_store(tmp_path: Path) -> None:
