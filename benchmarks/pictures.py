@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ def waits() -> Iterator[dict[str, float]]:
         found["ahead" if getattr(thread, "looks", False) else "waited"] += time.perf_counter() - start
         return made
 
+    @wraps(look)  # workers are called by the names of their methods
     def looking(self: VisionWorker, prompt: Any) -> None:
         thread.looks = True
         look(self, prompt)

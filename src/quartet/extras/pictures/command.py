@@ -15,7 +15,7 @@ def pictures(
         bool, typer.Option("--shuffled", help="The control: each question has another question's picture.")
     ] = False,
 ) -> None:
-    """A tiny vision-language model, and questions on pictures."""
+    """Questions on pictures, and a tiny model."""
     from quartet.extras.pictures.model import save_model
     from quartet.extras.pictures.task import SIZES, write_questions
 
