@@ -33,7 +33,6 @@ from transformers import PreTrainedModel
 
 from quartet.batch.pictures import key_of, picture_ids, picture_places, split_picture_ids
 from quartet.config import UserError
-from quartet.config.run import PicturesConfig
 from quartet.models.attention import language_model
 from quartet.models.memory import to_device
 from quartet.models.work import WorkCounter
@@ -99,9 +98,9 @@ class FeatureStore:
         self.computed = self.loaded = self.reused = 0
 
     @classmethod
-    def of(cls, pictures: PictureCodec, sizes: PicturesConfig | None = None) -> FeatureStore:
+    def of(cls, pictures: PictureCodec) -> FeatureStore:
         """Makes the store beside the pictures that a codec reads."""
-        directory, sizes = pictures.store.directory / "features", sizes or PicturesConfig()
+        directory, sizes = pictures.store.directory / "features", pictures.store.sizes
         return cls(pictures.store, pictures.processor, directory, sizes.memory_bytes, max_disk_bytes=sizes.disk_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureStore:

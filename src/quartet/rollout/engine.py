@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -604,7 +603,7 @@ def load_engine(
     version: int | None = None,
     speculation: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
-    pictures: str | None = None,
+    pictures: PictureStore | None = None,
     **options: Any,
 ) -> NativeEngine:
     """Loads the engine over the model in a directory, for a process of its own too (the target of an ``EngineSpec``).
@@ -615,15 +614,14 @@ def load_engine(
         version: None: it computes once weights were sent.
         speculation: the section of a recipe.
         trust_remote_code: run Python code that comes with the model, where it needs that.
-        pictures: directory of a run's pictures, where prompts may have any.
+        pictures: of a run, where prompts may have any.
         options: of ``NativeEngine``.
     """
     model = load_causal_lm(path, trust_remote_code=trust_remote_code).to(torch.device(device))
     adapters = None if lora is None else LoRAConfig(**lora)
     packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
     packed.model.requires_grad_(False)
-    store = None if pictures is None else PictureStore(Path(pictures))
-    codec = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code, pictures=store)
+    codec = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code, pictures=pictures)
     if packed.tower is not None and codec.pictures is not None:
         packed.tower.connect(FeatureStore.of(codec.pictures))
     section = (

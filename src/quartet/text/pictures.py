@@ -38,6 +38,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from quartet.batch.pictures import MAX_ROWS, picture_ids, picture_key
 from quartet.config.errors import UserError, short_error_text
+from quartet.config.run import PicturesConfig
 from quartet.config.strict import is_url
 from quartet.observe.files import replace_atomically
 from quartet.text.examples import Messages, PromptText, is_image
@@ -225,17 +226,19 @@ class PictureStore:
 
     Args:
         directory: None: one of this process, which goes with it.
+        sizes: how much of the features is kept beside them.
     """
 
-    def __init__(self, directory: Path | None = None) -> None:
+    def __init__(self, directory: Path | None = None, sizes: PicturesConfig | None = None) -> None:
+        self.sizes = sizes or PicturesConfig()
         if directory is None:
             self._own = tempfile.TemporaryDirectory(prefix="quartet-pictures-", ignore_cleanup_errors=True)
             directory = Path(self._own.name)
         self.directory = directory
         self._known: dict[int, int] = {}
 
-    def __reduce__(self) -> tuple[type[PictureStore], tuple[Path]]:
-        return PictureStore, (self.directory,)
+    def __reduce__(self) -> tuple[type[PictureStore], tuple[Path, PicturesConfig]]:
+        return PictureStore, (self.directory, self.sizes)
 
     def put(self, key: int, picture: Picture) -> None:
         """Keeps a picture, perhaps once more.

@@ -527,6 +527,7 @@ def _trained_model(
         "name the model that the run began with: quartet export RUN DIR --model BASE",
     )
     saved.read_into(live)
-    codec = TextCodec.of(resolve_tokenizer(section, None), generation, open_pictures(section, model, None))
-    connect_pictures(packed, feature_store(codec, recipe.pictures))  # whose processor is exported, too
+    pictures = open_pictures(section, model, None, recipe.pictures)
+    codec = TextCodec.of(resolve_tokenizer(section, None), generation, pictures)
+    connect_pictures(packed, feature_store(codec))  # whose processor is exported, too
     return packed, codec

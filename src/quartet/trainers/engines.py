@@ -28,6 +28,7 @@ from quartet.rollout.router import Router
 from quartet.rollout.scheduler import Decode
 from quartet.rollout.staging import StagedWeights
 from quartet.text.loading import has_custom_code, resolve_model_directory
+from quartet.text.pictures import PictureStore
 from quartet.text.tokenizer import TextCodec
 
 _DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
@@ -75,7 +76,7 @@ class EnginePolicy:
         sleeps: its memory is others' at times.
         speculation: of an engine of this project, or vLLM.
         trust_remote_code: engines in processes run Python code that comes with the model.
-        pictures: directory of the run's pictures, where prompts may have any.
+        pictures: of the run, where prompts may have any.
     """
 
     path: str
@@ -90,7 +91,7 @@ class EnginePolicy:
     sleeps: bool = False
     speculation: BaseSpeculationConfig | None = None
     trust_remote_code: bool = False
-    pictures: str | None = None
+    pictures: PictureStore | None = None
 
     @property
     def version(self) -> int | None:
@@ -152,7 +153,7 @@ def _vllm_specs(config: VLLMEngineConfig, policy: EnginePolicy) -> Iterator[Engi
         "lora": None if policy.lora is None else policy.lora.model_dump(),
         "sleep": policy.sleeps,
         "seed": policy.seed,
-        "pictures": policy.pictures,
+        "pictures": None if policy.pictures is None else str(policy.pictures.directory),
     }
     if policy.speculation is not None:
         arguments["drafter"] = plugin_entries("drafters")[policy.speculation.type].vllm, policy.speculation.model_dump()
@@ -227,9 +228,9 @@ def engine_model_directory(config: ModelConfig | None, packed: PackedCausalLM, c
         yield folder
 
 
-def pictures_directory(codec: TextCodec) -> str | None:
-    """Returns where the pictures are that the codec reads; None where it reads none."""
-    return None if codec.pictures is None else str(codec.pictures.store.directory)
+def run_pictures(codec: TextCodec) -> PictureStore | None:
+    """Returns the pictures that the codec reads; None where it reads none."""
+    return None if codec.pictures is None else codec.pictures.store
 
 
 def trusts_remote_code(config: ModelConfig | None, packed: PackedCausalLM) -> bool:
@@ -260,7 +261,7 @@ def frozen_model_engine(
             packed.numerics,
             device=device,
             trust_remote_code=trusts_remote_code(model, packed),
-            pictures=pictures_directory(codec),
+            pictures=run_pictures(codec),
         )
         router = open_engine(config, policy)
         made.callback(router.close)

@@ -264,13 +264,14 @@ class EvaluationModel:
         tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         rewards: Rewards = (),
         prompts: Sequence[Any] | None = None,
+        pictures: PicturesConfig | None = None,
     ) -> None:
         text = resolve_tokenizer(config, tokenizer)
         is_apart = model is None and is_served(engine) and (engine.has_own_weights or has_model_directory(config))
         causal = resolve_model(config, model, partial(load_causal_lm, empty=is_apart), "model")
         check_vocabulary(text, vocabulary_size(causal))
-        pictures = open_pictures(config, causal, tokenizer)
-        self.codec = TextCodec.of(text, causal.generation_config, pictures)
+        reads = open_pictures(config, causal, tokenizer, pictures or PicturesConfig())
+        self.codec = TextCodec.of(text, causal.generation_config, reads)
         self.prompts = load_prompts(data, prompts, self.codec, context_length(causal), "data", check_all=True)
         functions = reward_functions(reward_configs, rewards)
         check_reward_columns(functions, self.prompts, self.codec)
@@ -278,7 +279,7 @@ class EvaluationModel:
         self.rewards = RewardSources(models, functions)
         placed = replace(frozen, device=META) if is_apart else frozen
         self.packed = placed.causal(causal, is_user_object=model is not None)
-        features = feature_store(self.codec, PicturesConfig())
+        features = feature_store(self.codec)
         for one in (self.packed, *(role.model for role in models if role.codec is None)):
             connect_pictures(one, features)
         self._config, self._engine = config, engine
@@ -380,6 +381,7 @@ class Evaluator:
             rewards=as_rewards(rewards),
             prompts=prompts,
             engine=recipe.engine,
+            pictures=recipe.pictures,
         )
         opened = self._open_model(_found(recipe.model), model=own_model, tokenizer=own_tokenizer)
         self._evaluation_model: EvaluationModel | None = opened

@@ -245,12 +245,14 @@ def open_pictures(
     config: ModelConfig | None,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None,
+    sizes: PicturesConfig,
     directory: Path | None = None,
 ) -> PictureCodec | UserError | None:
     """Returns what reads pictures in a vision-language model's prompts: with the processor that was passed, or that of
     the model's directory. None for a text model; where there is no processor, why: texts alone need none.
 
     Args:
+        sizes: how much of the features is kept.
         directory: of the run's pictures, which other processes read; one of this process, which ends with it, when left
             out.
     """
@@ -270,12 +272,12 @@ def open_pictures(
             )
     except UserError as error:
         return error
-    return PictureCodec(processor, PictureStore(directory))
+    return PictureCodec(processor, PictureStore(directory, sizes))
 
 
-def feature_store(codec: TextCodec, config: PicturesConfig) -> FeatureStore | None:
+def feature_store(codec: TextCodec) -> FeatureStore | None:
     """Makes the store of the features of all pictures that the codec reads; None where it reads none."""
-    return None if codec.pictures is None else FeatureStore.of(codec.pictures, config)
+    return None if codec.pictures is None else FeatureStore.of(codec.pictures)
 
 
 def connect_pictures(packed: PackedModel, features: FeatureStore | None) -> None:

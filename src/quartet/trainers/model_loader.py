@@ -312,10 +312,11 @@ def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -
     tokenizer, packed, budget = load_reward_model(config, frozen)
     same = have_same_vocabulary(tokenizer, codec.tokenizer)
     own = ModelConfig(path=config.path, tokenizer=config.tokenizer, trust_remote_code=config.trust_remote_code)
-    pictures = None if same else open_pictures(own, packed.model, None)
+    sizes = PicturesConfig() if codec.pictures is None else codec.pictures.store.sizes
+    pictures = None if same else open_pictures(own, packed.model, None, sizes)
     foreign = None if same else TextCodec.of(tokenizer, load_generation_config(config.path), pictures)
     if foreign is not None:
-        connect_pictures(packed, feature_store(foreign, PicturesConfig()))
+        connect_pictures(packed, feature_store(foreign))
     return RewardModelRole(config.name, packed, budget, foreign, config.weight)
 
 
@@ -516,13 +517,15 @@ class ModelLoader:
             load = partial(load_causal_lm, empty=True)
             found = resolve_model(self.recipe.actor.model, self.objects.model, load, "actor.model")
         objects = self.objects
-        pictures = open_pictures(self.recipe.actor.model, found, objects.tokenizer, objects.pictures)
+        pictures = open_pictures(
+            self.recipe.actor.model, found, objects.tokenizer, self.recipe.pictures, objects.pictures
+        )
         return TextCodec.of(self.tokenizer, found.generation_config, pictures)
 
     @cached_property
     def features(self) -> FeatureStore | None:
         """Of the pictures in prompts, for all roles in this process."""
-        return feature_store(self.codec, self.recipe.pictures)
+        return feature_store(self.codec)
 
     @cached_property
     def actor(self) -> PackedCausalLM:

@@ -149,8 +149,9 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
         text = resolve_tokenizer(recipe.model, given.tokenizer)
         found, generation = self._resolve(given.model)
         check_vocabulary(text, vocabulary_size(found))
-        self.codec = TextCodec.of(text, generation, open_pictures(recipe.model, found, given.tokenizer))
-        self._features = feature_store(self.codec, recipe.pictures)
+        pictures = open_pictures(recipe.model, found, given.tokenizer, recipe.pictures)
+        self.codec = TextCodec.of(text, generation, pictures)
+        self._features = feature_store(self.codec)
         context = context_length(found)
         self.data = self._read("data", recipe.data, given.rows, context)
         self.evaluation: D | None = None

@@ -60,7 +60,7 @@ from quartet.trainers.engines import (
     has_model_directory,
     native_engine,
     open_engine,
-    pictures_directory,
+    run_pictures,
     trusts_remote_code,
     vllm_dtype,
 )
@@ -151,7 +151,7 @@ def _served_rollout_worker(
             pool.budget_bytes is not None,
             speculation,
             trusts_remote_code(recipe.actor.model, actor),
-            pictures_directory(codec),
+            run_pictures(codec),
         )
         router = open_engine(config, policy)
         made.callback(router.close)

@@ -24,6 +24,7 @@ from quartet import GRPO, PPO, RLRecipe, RLTrainer, SFTRecipe, SFTTrainer
 from quartet.batch.pictures import keys_in
 from quartet.config import UserError
 from quartet.config.common import DataConfig, LoRAConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import ActorConfig, CriticConfig, EnvironmentConfig, RewardModelRecipe, RolloutConfig
@@ -174,6 +175,16 @@ def test_sft_and_preferences(tmp_path: Path) -> None:
         losses = [row[key] for row in read_metrics(tmp_path / name / "metrics.jsonl") for key in row if "loss/" in key]
         assert losses[-1] < losses[0]
         assert trainer.worker.packed.work.pictures <= 3
+
+
+def test_an_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """It finds the pictures, and the features that others have computed, where the run keeps them."""
+    rollout = RolloutConfig(engine=NativeEngineConfig(process=True), sampling=SamplingConfig(max_new_tokens=5))
+    model = save_model("qwen2_vl", tmp_path / "model")
+    RLTrainer(rl(tmp_path, model, rollout=rollout, steps=2), rewards=reward).train()
+    metrics = metrics_of(tmp_path)
+    assert all(row["agreement/logprob_diff_max"] < 1e-4 for row in metrics)
+    assert len(list((tmp_path / "run" / "pictures" / "features").rglob("*.safetensors"))) == 3
 
 
 class Gallery:

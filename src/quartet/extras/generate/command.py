@@ -39,7 +39,6 @@ def generate(
     from quartet.config.common import ModelConfig
     from quartet.config.engines import NativeEngineConfig
     from quartet.config.load import load_engine
-    from quartet.config.run import PicturesConfig
     from quartet.models.loading import load_causal_lm
     from quartet.rollout.protocol import SamplingParams
     from quartet.text.loading import check_vocabulary, resolve_model_directory
@@ -72,7 +71,7 @@ def generate(
             [{"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text}]
             for text in prompt
         ]
-    connect_pictures(packed, feature_store(codec, PicturesConfig()))
+    connect_pictures(packed, feature_store(codec))
     for warning in packed.warnings:
         typer.echo(escape_control(warning), err=True)
     chosen = load_engine(engine) if engine else NativeEngineConfig()
