@@ -54,7 +54,7 @@ def main() -> None:
     for shuffled in args.shuffled:
         for seed in args.seeds:
             with tempfile.TemporaryDirectory() as folder:
-                result = train(Path(folder), seed, shuffled, args.threads, settings)
+                result = train(Path(folder), seed, shuffled, args.threads, [f"seed={seed}", *settings])
             found.append({"shuffled": shuffled, "seed": seed, **result})
     rows = [
         (row["shuffled"], str(row["seed"]), f"{row['sft']:.1%}", f"{row['grpo']:.1%}", f"{row['computed']:.0f}")
